@@ -1,0 +1,135 @@
+"""Which folders count as checkpoints, whatever was interrupted, damaged or left over."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchtitan.checkpoint.storage import (
+    FORMAT,
+    MANIFEST,
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    StepFolders,
+    damage,
+    share,
+)
+
+
+def write(folders: StepFolders, step: int, content: bytes = b"weights") -> None:
+    folder = folders.prepare(step)
+    (folder / "a.bin").write_bytes(content)
+    (folder / "b.bin").write_bytes(b"more")
+    files = {name: FileRecord.of(folder / name) for name in ("a.bin", "b.bin")}
+    Manifest(step, {"train_state": {"step": step}}, files).write(folder)
+    folders.commit(step)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> StepFolders:
+    return StepFolders(tmp_path / "checkpoint")
+
+
+def test_only_complete_steps_count(folders: StepFolders) -> None:
+    assert folders.steps() == []
+    for step in (5, 10, 100):
+        write(folders, step)
+    folders.prepare(15)  # killed while it wrote
+    folders.path(20).mkdir()  # no manifest
+    (folders.root / "step-x").mkdir()
+    (folders.root / "step-25").write_text("a file")
+    assert folders.steps() == [5, 10, 100]
+    assert folders.incomplete() == [20]
+
+
+def test_a_manifest_reads_back(folders: StepFolders) -> None:
+    write(folders, 5)
+    manifest = Manifest.read(folders.path(5))
+    assert (manifest.step, manifest.state["train_state"], manifest.format) == (5, {"step": 5}, FORMAT)
+    assert damage(folders.path(5), manifest, manifest.files) is None
+
+
+@pytest.mark.parametrize("name", ["a.bin", "b.bin"])
+@pytest.mark.parametrize("how", ["flip", "cut", "remove"])
+def test_damage_is_named(folders: StepFolders, name: str, how: str) -> None:
+    write(folders, 5)
+    path = folders.path(5) / name
+    content = bytearray(path.read_bytes())
+    if how == "flip":
+        content[0] ^= 1
+        path.write_bytes(content)
+    elif how == "cut":
+        path.write_bytes(content[:-1])
+    else:
+        path.unlink()
+    problem = damage(folders.path(5), Manifest.read(folders.path(5)), ["a.bin", "b.bin"])
+    assert problem is not None and str(path) in problem
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "step": 1, "state": {}, "files": {"a": 3}}']
+)
+def test_an_unreadable_manifest_is_an_error(folders: StepFolders, text: str) -> None:
+    write(folders, 5)
+    (folders.path(5) / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Manifest.read(folders.path(5))
+
+
+def test_a_newer_format_is_refused(folders: StepFolders) -> None:
+    write(folders, 5)
+    path = folders.path(5) / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": FORMAT + 1}))
+    with pytest.raises(CheckpointError, match="update torchtitan"):
+        Manifest.read(folders.path(5))
+
+
+def test_a_step_is_replaced_at_once_or_not_at_all(folders: StepFolders, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folders, 5, b"old")
+    renames: list[str] = []
+    rename = Path.rename
+
+    def stop_after_one(self: Path, target: Path) -> Path:
+        renames.append(self.name)
+        if len(renames) == 2:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    folder = folders.prepare(5)
+    (folder / "a.bin").write_bytes(b"new")
+    Manifest(5, {}, {"a.bin": FileRecord.of(folder / "a.bin")}).write(folder)
+    monkeypatch.setattr(Path, "rename", stop_after_one)
+    with pytest.raises(KeyboardInterrupt):
+        folders.commit(5)
+    monkeypatch.setattr(Path, "rename", rename)
+    assert folders.steps() == []
+    folders.recover()
+    assert folders.steps() == [5]
+    assert (folders.path(5) / "a.bin").read_bytes() == b"old"
+    write(folders, 5, b"new")
+    assert (folders.path(5) / "a.bin").read_bytes() == b"new"
+    assert [p.name for p in folders.root.iterdir()] == ["step-5"]
+
+
+def test_retention_keeps_the_newest_and_sweeps_leftovers(folders: StepFolders) -> None:
+    for step in (5, 10, 15, 20):
+        write(folders, step)
+    folders.prepare(17)
+    folders.retain(0)
+    assert folders.steps() == [5, 10, 15, 20]
+    folders.retain(2)
+    assert sorted(p.name for p in folders.root.iterdir()) == ["step-15", "step-20"]
+
+
+def test_going_back_sets_later_steps_aside(folders: StepFolders) -> None:
+    for step in (5, 10, 15):
+        write(folders, step)
+    assert folders.set_aside_after(5) == [10, 15]
+    assert folders.steps() == [5]
+    assert (folders.root / "step-10.superseded" / MANIFEST).exists()
+
+
+def test_files_are_shared_out_once() -> None:
+    names = [f"f{n}" for n in range(7)]
+    assert sorted(name for rank in range(3) for name in share(names, rank, 3)) == names

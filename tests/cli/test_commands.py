@@ -1,0 +1,241 @@
+"""The commands as users type them: what they print, how fast, and how they end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import CHECKOUT
+from tests.runs import metrics, tiny_argv
+from torchtitan.train import main as train_main
+
+TRAIN = [sys.executable, "-m", "torchtitan.train"]
+
+# A part registered from outside: cross entropy that raises on one rank when the third step calls it.
+FAULTY_LOSS = """
+import os
+from torchtitan.loss import LOSSES
+
+@LOSSES.register("faulty")
+def faulty(*, at_call: int = 3, on_rank: int = 0):
+    calls = 0
+    loss = LOSSES.bind("cross_entropy", {}, key="loss")()
+    def call(logits, labels):
+        nonlocal calls
+        calls += 1
+        if calls == at_call and int(os.environ.get("RANK", "0")) == on_rank:
+            raise RuntimeError("the third step went wrong")
+        return loss(logits, labels)
+    return call
+"""
+
+
+def run(command: list[str], *, timeout: float = 120.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=CHECKOUT, env=env)
+
+
+def launch(argv: list[str], ranks: int, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run(["./run_train.sh", *argv], NGPU=str(ranks), **_on_path(environment))
+
+
+def _on_path(environment: dict[str, str]) -> dict[str, str]:
+    """run_train.sh calls plain `python`, which must be the one that runs the tests."""
+    return {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **environment}
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "faulty_parts.py").write_text(FAULTY_LOSS)
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def end(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "end.json").read_text())
+
+
+def best_seconds(command: list[str], tries: int = 3) -> float:
+    times = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        run(command)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def test_help_and_mistyped_keys_take_less_than_a_second() -> None:
+    shown = run([*TRAIN, "--help"])
+    assert shown.returncode == 0
+    for key in (
+        "training.steps",
+        "optimizer.beta1",
+        "lr_scheduler.decay_ratio",
+        "parallelism.data_parallel_shard_degree",
+    ):
+        assert key in shown.stdout
+    assert best_seconds([*TRAIN, "--help"]) < 1.0
+
+    typo = run([*TRAIN, "--training.step", "5"])
+    assert typo.returncode == 2
+    assert typo.stderr.strip().splitlines() == [typo.stderr.strip()]
+    assert "training.step" in typo.stderr and "did you mean training.steps" in typo.stderr
+    assert "command line" in typo.stderr
+    assert best_seconds([*TRAIN, "--training.step", "5"]) < 1.0
+
+
+def test_version() -> None:
+    import torchtitan
+
+    assert run([*TRAIN, "--version"]).stdout.strip() == f"torchtitan {torchtitan.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragments"),
+    [
+        (["--optimizer.beta_1=0.9"], ["optimizer.beta_1", "beta1"]),
+        (["--optimizer.beta1=1.5"], ["optimizer.beta1", "1.5", "command line"]),
+        (["--optimizer.name=Adamw"], ["optimizer.name", "AdamW"]),
+        (["--model.flavor=8b"], ["model.flavor", "8B"]),
+        (["--model.name=llama"], ["model.name", "llama3"]),
+        (["--model.args.n_head=4"], ["model.args.n_head", "n_heads"]),
+        (["--model.args.n_kv_heads=3"], ["model.args.n_kv_heads", "does not divide n_heads=16"]),
+        (["--model.args.dim=abc"], ["model.args.dim", "integer"]),
+        (["--parallelism.data_parallel_shard_degree=3"], ["data_parallel_shard_degree", "3", "1 process"]),
+        (["--parallelism.data_parallel_replicate_degree=2"], ["data_parallel_replicate_degree", "does not divide"]),
+        (
+            ["--training.dataset=text", "--training.dataset_path=/no/such/file"],
+            ["training.dataset_path", "/no/such/file"],
+        ),
+        (["--training.dataset=jsonl"], ["training.dataset_path"]),
+        (["--training.dataset=wikipedia"], ["training.dataset", "python_docs"]),
+        (["--model.args.vocab_size=100"], ["model.args.vocab_size", "2048"]),
+        (["--tokenizer.name=bytes"], ["data.add_bos", "data.bos_id"]),
+        (["--model.hf_assets_path=/no/tokenizer"], ["model.hf_assets_path", "/no/tokenizer"]),
+        (["--optimizer.weight_decay_exclude=*bias"], ["optimizer.weight_decay_exclude", "*bias"]),
+        (["--model.converters=quantize.linear.float9"], ["model.converters"]),
+        (["--metrics.sinks=carrier_pigeon"], ["metrics.sinks", "console"]),
+        (["--job.dump_folder=/proc/here"], ["job.dump_folder", "cannot be written"]),
+        (["--job.imports=no_such_module"], ["job.imports", "no_such_module"]),
+        (["--parallelism.tensor_parallel_degree=2"], ["parallelism.tensor_parallel_degree", "not built yet"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) and value[0].startswith("--") else "",
+)
+def test_mistakes_are_told_in_one_line_before_anything_starts(
+    argv: list[str], fragments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = [] if any("dump_folder" in word for word in argv) else [f"--job.dump_folder={tmp_path / 'run'}"]
+    assert train_main([*folder, *argv]) == 2
+    error = capfd.readouterr().err.strip()
+    assert len(error.splitlines()) == 1, error
+    for fragment in fragments:
+        assert fragment in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_needs_the_model_is_told_within_six_seconds() -> None:
+    command = [*TRAIN, "--model.args.n_kv_heads=3"]
+    assert "does not divide n_heads=16" in run(command).stderr
+    assert best_seconds(command) < 6.0
+
+
+def test_a_run_leaves_what_the_documents_promise_and_is_not_run_twice(tmp_path: Path) -> None:
+    argv = tiny_argv(tmp_path, "--training.steps=4", "--checkpoint.enable", "--metrics.enable_tensorboard")
+    first = launch(argv, 2)
+    assert first.returncode == 0, first.stderr
+    folder = tmp_path / "run"
+    assert {p.name for p in folder.iterdir()} == {"config.toml", "metrics.jsonl", "end.json", "checkpoint", "tb"}
+    assert end(folder) == {"reason": "done", "exit_code": 0, "step": 4, "error": None, "rank": None}
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4]
+    assert [p.name for p in (folder / "checkpoint").iterdir()] == ["step-4"]
+
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    again = launch(argv, 2)
+    assert again.returncode == 0
+    assert "nothing left to do" in again.stderr + again.stdout
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
+
+    # The configuration it left is the run's: more steps go on from there.
+    more = run([*TRAIN, f"--job.config_file={folder / 'config.toml'}", "--training.steps=6"])
+    assert more.returncode == 0, more.stderr
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_wrong_key_stops_the_launcher(tmp_path: Path) -> None:
+    ended = launch(tiny_argv(tmp_path, "--training.step=4"), 2)
+    assert ended.returncode == 2
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_rank_ends_all_and_is_the_last_thing_shown(
+    tmp_path: Path, faulty: dict[str, str], rank: int
+) -> None:
+    argv = tiny_argv(tmp_path, "--job.imports=faulty_parts", "--loss.name=faulty", f"--loss.on_rank={rank}")
+    start = time.perf_counter()
+    ended = launch([*argv, "--training.local_batch_size=3"], 2, **faulty)
+    assert ended.returncode == 1
+    assert time.perf_counter() - start < 60
+    assert ended.stderr.strip().splitlines()[-1] == "RuntimeError: the third step went wrong"
+    left = end(tmp_path / "run")
+    assert (left["reason"], left["exit_code"], left["rank"], left["step"]) == ("failed", 1, rank, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda s: s.name)
+def test_a_signal_ends_the_step_saves_and_exits_75(tmp_path: Path, number: signal.Signals, ranks: int) -> None:
+    argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable", "--checkpoint.interval=100000")
+    workers = ["--training.dataloader.num_workers=1"]
+    environment = {**os.environ, **_on_path({"NGPU": str(ranks)})}
+    with subprocess.Popen(
+        ["./run_train.sh", *argv, *workers],
+        cwd=CHECKOUT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        wait_for_step(tmp_path / "run", 3)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    left = end(tmp_path / "run")
+    assert (left["reason"], left["exit_code"]) == ("stopped", 75)
+    assert [p.name for p in (tmp_path / "run" / "checkpoint").iterdir()] == [f"step-{left['step']}"]
+    assert metrics(tmp_path / "run")[-1]["step"] == left["step"]
+
+
+def wait_for_step(folder: Path, step: int, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (folder / "metrics.jsonl").exists() and len(metrics(folder)) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached in {seconds} s")
+
+
+def test_the_time_limit_ends_the_run_like_a_signal(tmp_path: Path) -> None:
+    argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable", "--job.max_duration_minutes=0.1")
+    ended = run([*TRAIN, *argv])
+    assert ended.returncode == 75, ended.stderr
+    assert "max_duration_minutes" in ended.stderr
+
+
+def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    argv = tiny_argv(tmp_path, "--training.steps=100000")
+    environment = {**os.environ, **_on_path({"NGPU": "2"})}
+    process = subprocess.Popen(
+        ["./run_train.sh", *argv], cwd=CHECKOUT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wait_for_step(tmp_path / "run", 3)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not (tmp_path / "run" / "end.json").exists():
+        time.sleep(0.1)
+    assert end(tmp_path / "run")["exit_code"] == 75

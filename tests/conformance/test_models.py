@@ -1,0 +1,98 @@
+"""What every registered model family promises, checked for each by its name alone."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.data.batch import IGNORE_INDEX
+from torchtitan.models.init import find_rule
+from torchtitan.models.spec import MODELS, ModelSpec
+
+FAMILIES = MODELS.names()
+
+
+def small(spec: ModelSpec, **changes: Any) -> Any:
+    """The smallest flavor of the family, cut to two layers."""
+    flavor = min(spec.flavors.values(), key=lambda args: args.dim * args.n_layers)
+    return dataclasses.replace(flavor, n_layers=2, **changes)
+
+
+def build(spec: ModelSpec, args: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = spec.cls(args)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_flavor_builds_on_meta_and_has_a_rule_for_each_parameter(name: str) -> None:
+    spec = MODELS.get(name)
+    for flavor, args in spec.flavors.items():
+        model = spec.build_meta(args)
+        rules = spec.init(args)
+        names = dict(model.named_parameters())
+        assert all(p.is_meta for p in names.values()), flavor
+        assert all(find_rule(rules, parameter) for parameter in names)
+        assert not list(model.named_buffers()), "a buffer would be lost between meta and the device"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_layout_holds_every_parameter_once(name: str) -> None:
+    spec = MODELS.get(name)
+    model = spec.build_meta(small(spec))
+    layout = spec.layout
+    modules = [
+        *layout.stem,
+        *(f"{layout.blocks}.{key}" for key, _ in model.get_submodule(layout.blocks).named_children()),
+        *layout.head,
+    ]
+    held = [f"{module}.{p}" for module in modules for p, _ in model.get_submodule(module).named_parameters()]
+    assert sorted(held) == sorted(dict(model.named_parameters(remove_duplicate=False)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ties_are_told(name: str) -> None:
+    spec = MODELS.get(name)
+    for args in (small(spec), *spec.flavors.values()):
+        model = spec.build_meta(args)
+        unique, every = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
+        told = spec.tied(args)
+        assert set(every) - set(unique) == set(told)
+        assert all(every[second] is every[first] for second, first in told.items())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_shapes_causality_and_gradients(name: str) -> None:
+    spec = MODELS.get(name)
+    args = small(spec)
+    model = build(spec, args)
+    tokens = torch.randint(args.vocab_size, (2, 12))
+    positions = torch.arange(12).expand(2, -1)
+    logits = model(tokens, positions)
+    assert logits.shape == (2, 12, args.vocab_size)
+    other = tokens.clone()
+    other[:, -1] = (other[:, -1] + 1) % args.vocab_size
+    torch.testing.assert_close(model(other, positions)[:, :-1], logits[:, :-1])
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = IGNORE_INDEX
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX).backward()
+    for parameter, value in model.named_parameters():
+        assert value.grad is not None and value.grad.abs().max() > 0, parameter
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_operation_counts_follow_the_parameters(name: str) -> None:
+    """Six operations per parameter and token, the embedding look-up apart, whatever the family."""
+    spec = MODELS.get(name)
+    for args in spec.flavors.values():
+        model = spec.build_meta(args)
+        embedding = sum(p.numel() for stem in spec.layout.stem for p in model.get_submodule(stem).parameters())
+        every = sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False))
+        counted = spec.flops(args, 1024)
+        assert counted.weights == 6 * (every - embedding)
+        assert spec.flops(args, 2048).attention == 2 * counted.attention > 0

@@ -1,0 +1,37 @@
+"""What every test may use: the folder of numbers made by other programs, and which skips are allowed."""
+
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+SHARED = CHECKOUT.parent / "shared"
+
+NO_SHARED = "the folder shared/ does not lie beside the checkout"
+NO_GPU = "no GPU on this machine"
+ALLOWED_SKIPS = (NO_SHARED, NO_GPU)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Files made by other programs; tests that want them are skipped where the folder is missing."""
+    if not SHARED.is_dir():
+        pytest.skip(NO_SHARED)
+    return SHARED
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token files of all tests go into one folder of this test run, never into the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A skip that is not on the list is a failure: a test that silently stopped running proves nothing."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    unlisted = [r for r in skipped if not any(reason in str(r.longrepr) for reason in ALLOWED_SKIPS)]
+    if unlisted:
+        for report in unlisted:
+            reporter.write_line(f"unlisted skip: {report.nodeid}: {report.longrepr}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

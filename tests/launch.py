@@ -1,0 +1,84 @@
+"""Runs a function on several gloo ranks, with a hard time limit, and hands back what each returned.
+
+The ranks are forked from a server process that has torch imported, so that a launch costs a fraction of a second.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchtitan.trainer"]
+)
+
+
+class RanksFailed(AssertionError):
+    """A rank raised, died or ran out of time; the message is the first failing rank's error."""
+
+
+def run_ranks(target: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """``target(world, *args)`` on ``ranks`` processes; the results in the order of ranks."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = [_context.Process(target=_rank, args=(target, r, ranks, folder, args)) for r in range(ranks)]
+        for process in processes:
+            process.start()
+        try:
+            _await(processes, folder, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                if process.is_alive() and process.pid:
+                    _kill_session(process.pid)
+                process.join()
+        return [pickle.loads((folder / f"result-{r}").read_bytes()) for r in range(ranks)]
+
+
+def _await(processes: list[Any], folder: Path, deadline: float) -> None:
+    running = dict(enumerate(processes))
+    while running:
+        wait([p.sentinel for p in running.values()], timeout=max(0.0, deadline - time.monotonic()))
+        failed = [r for r, p in running.items() if p.exitcode not in (None, 0)]
+        if failed:
+            errors = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+            text = errors[0].read_text() if errors else f"rank {failed[0]} ended with {running[failed[0]].exitcode}"
+            raise RanksFailed(text)
+        running = {r: p for r, p in running.items() if p.exitcode is None}
+        if running and time.monotonic() >= deadline:
+            raise RanksFailed(f"ranks {sorted(running)} were still running at the time limit")
+
+
+def _kill_session(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)  # with its loader workers
+    except ProcessLookupError:
+        os.kill(pid, signal.SIGKILL)  # it had no time to start a session
+
+
+def _rank(target: Callable[..., Any], rank: int, ranks: int, folder: Path, args: tuple[Any, ...]) -> None:
+    os.setsid()
+    import torch
+    import torch.distributed as dist
+
+    from torchtitan.distributed.world import World
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+        world = World(rank, rank, ranks, ranks, torch.device("cpu"))
+        result = target(world, *args)
+        (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+        world.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        (folder / f"error-{rank}").write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
+        os._exit(1)

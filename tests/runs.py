@@ -1,0 +1,107 @@
+"""Small runs of the real trainer inside a test's ranks, and what a test wants to know of them."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from torchtitan.config import load_config
+from torchtitan.data.batch import IGNORE_INDEX, Batch
+from torchtitan.distributed.world import World
+from torchtitan.resilience.guard import StopRequest
+from torchtitan.resolve import resolve_job
+from torchtitan.trainer import Trainer
+
+TINY = "{dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=301, multiple_of=16}"
+
+
+def tiny_argv(folder: Path, *overrides: str, run: str = "run") -> list[str]:
+    """Overrides of a run of seconds: a tiny model on text of its own, bytes as tokens, float32, every step logged."""
+    text = folder / "text.jsonl"
+    if not text.exists():
+        lines = (json.dumps({"text": f"{n} times {n} is {n * n}; and " * (1 + n % 5)}) for n in range(100))
+        text.write_text("\n".join(lines))
+    return [
+        "--training.dataset=jsonl",
+        f"--training.dataset_path={text}",
+        f"--job.dump_folder={folder / run}",
+        "--training.seq_len=48",
+        "--training.global_batch_size=6",
+        "--training.steps=20",
+        "--training.mixed_precision_param=float32",
+        "--optimizer.lr=1e-3",
+        "--lr_scheduler.warmup_steps=2",
+        "--tokenizer.name=bytes",
+        "--data.bos_id=256",
+        "--data.eos_id=257",
+        f"--model.args={TINY}",
+        "--metrics.peak_tflops=1",
+        "--metrics.log_freq=1",
+        *overrides,
+    ]
+
+
+@dataclass
+class Outcome:
+    """What one run did: per step its loss, norm and the hashes of its rows in global order; the weights at the end."""
+
+    finished: bool
+    steps: list[int]
+    losses: list[float]
+    norms: list[float]
+    rates: list[float]
+    tokens_seen: list[int]
+    rows: list[list[str]]
+    weights: dict[str, torch.Tensor]
+
+
+def run_job(world: World, argv: Sequence[str]) -> Outcome:
+    """Run the trainer to its end on the ranks of ``world``."""
+    config = load_config(argv)
+    Path(config.job.dump_folder).mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(resolve_job(config, world.size), world, StopRequest(config.job.max_duration_minutes))
+    own_rows: list[list[str]] = []
+    step = trainer.train_step
+
+    def spy(batches: Sequence[Batch], num_valid: float) -> tuple[torch.Tensor, torch.Tensor]:
+        own_rows.append([row for batch in batches for row in row_hashes(batch)])
+        return step(batches, num_valid)
+
+    trainer.train_step = spy  # type: ignore[method-assign]
+    finished = trainer.run()
+    trainer.close()
+    everyones = world.gather(own_rows)
+    lines = metrics(Path(config.job.dump_folder)) if world.rank == 0 else []
+    return Outcome(
+        finished=finished,
+        steps=[line["step"] for line in lines],
+        losses=[line["loss"] for line in lines],
+        norms=[line["grad_norm"] for line in lines],
+        rates=[line["lr"] for line in lines],
+        tokens_seen=[line["tokens_seen"] for line in lines],
+        rows=[[row for rows in ranks for row in rows] for ranks in zip(*everyones, strict=True)],
+        weights={name: p.full_tensor().detach().clone() for name, p in trainer.named_parameters},
+    )
+
+
+def run_jobs(world: World, argvs: Sequence[Sequence[str]]) -> list[Outcome]:
+    """Several runs one after the other in the same processes."""
+    return [run_job(world, argv) for argv in argvs]
+
+
+def row_hashes(batch: Batch) -> list[str]:
+    """A hash of each row that counts; padding has none."""
+    pairs = zip(batch.tokens, batch.labels, strict=True)
+    return [
+        hashlib.sha256(tokens.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()[:16]
+        for tokens, labels in pairs
+        if (labels != IGNORE_INDEX).any()
+    ]
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """The logged steps of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

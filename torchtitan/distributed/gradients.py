@@ -1,0 +1,48 @@
+"""Norm of all gradients over every rank, and clipping by it.
+
+Optimizers are in ``optim/``; what a non-finite norm means for the run is the trainer's to say.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def global_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """The 2-norm over the gradients of ``parameters`` on all ranks, float32, the same on each of them.
+
+    Elements held by several ranks count once.
+    """
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if isinstance(grad, DTensor):
+            if any(p.is_partial() for p in grad.placements):
+                raise RuntimeError(f"a gradient is still partial over ranks: {grad.placements}")
+            dims = tuple(d for d, p in enumerate(grad.placements) if p.is_shard())
+            groups.setdefault((grad.device_mesh, dims), []).append(grad.to_local())
+        else:
+            groups.setdefault((None, ()), []).append(grad)
+    squares = []
+    for (mesh, dims), grads in groups.items():
+        square = torch.nn.utils.get_total_norm([g.float() for g in grads]) ** 2
+        for dim in dims:
+            assert mesh is not None
+            dist.all_reduce(square, group=mesh.get_group(dim))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
+
+
+def clip_by_norm(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place so that their ``norm`` is at most ``max_norm``; 0 leaves them as they are."""
+    if max_norm == 0:
+        return
+    grads = [p.grad for p in parameters if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -1,0 +1,97 @@
+"""The launcher behind run_train.sh: checks the configuration, starts torchrun here, returns the run's exit code.
+
+Several machines are started by torchrun or a scheduler directly; nothing here trains.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from torchtitan.config import ConfigError, JobConfig, describe_error, load_config
+from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, STOPPED, End
+from torchtitan.train import main as train_main
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launch the command line; returns the exit code that the run wrote into its folder."""
+    if {"--help", "-h", "--version"} & set(argv):
+        return train_main(argv)
+    for number in _FORWARDED:
+        signal.signal(number, _forward)
+    config = None
+    try:
+        config = load_config(argv)
+        processes = _processes()
+        # Imported late: a mistyped key is told in a fraction of a second.
+        from torchtitan.resolve import resolve_job
+
+        resolve_job(config, processes)
+    except ConfigError as error:
+        print(describe_error(error, config), file=sys.stderr)
+        return BAD_CONFIG
+    return _torchrun(config, processes, argv)
+
+
+def _processes() -> int:
+    if mode := os.environ.get("COMM_MODE"):
+        raise ConfigError(None, f"COMM_MODE={mode} is not built yet; unset it")
+    text = os.environ.get("NGPU")
+    if text is None:
+        import torch
+
+        return torch.accelerator.device_count() or 1
+    if not text.isdigit() or int(text) == 0:
+        raise ConfigError(None, f"NGPU={text} must be a number of processes, 1 or more")
+    return int(text)
+
+
+def _torchrun(config: JobConfig, processes: int, argv: Sequence[str]) -> int:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    started = time.time()
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if sys.stderr.isatty():
+        os.environ.setdefault("FORCE_COLOR", "1")  # workers write into a pipe
+    options = {
+        "--nproc_per_node": str(processes),
+        "--rdzv_backend": "c10d",
+        "--rdzv_endpoint": "localhost:0",
+        "--local-ranks-filter": os.environ.get("LOG_RANK", "0"),
+        "--role": "rank",
+        "--tee": "3",
+        # What asks a run to stop is passed on by _forward: the agent itself would kill workers that are still saving.
+        "--signals-to-handle": "SIGHUP,SIGQUIT",
+    }
+    try:
+        torchrun([word for pair in options.items() for word in pair] + ["-m", "torchtitan.train", *argv])
+    except ChildFailedError as error:
+        end = End.read(Path(config.job.dump_folder), since=started)
+        if end is None:
+            rank, failure = error.get_first_failure()
+            print(f"rank {rank} ended with {failure.exitcode} ({failure.message})", file=sys.stderr)
+            return FAILED
+        if end.error is not None:
+            print(f"rank {end.rank}: {end.error}", file=sys.stderr)
+        return end.exit_code
+    return DONE
+
+
+def _forward(number: int, frame: FrameType | None) -> None:
+    """Pass a request to stop on to the workers, which are this process's only children."""
+    children = {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+    if not children:
+        raise SystemExit(STOPPED)
+    for pid in children:
+        os.kill(pid, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

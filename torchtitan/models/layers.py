@@ -1,0 +1,118 @@
+"""Building blocks that decoder families share: rotary positions, attention, gated feed-forward.
+
+Whole models and their sizes do not belong here. Every module works on however many heads or features its weights
+hold: shapes are asked of the tensors, never computed from a configuration.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretching of slow rotary frequencies to longer contexts than trained on (Llama 3.1)."""
+
+    scaling_factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                "model.args.rope_scaling_args.high_freq_factor",
+                f"must be above low_freq_factor={self.low_freq_factor}, which must be positive",
+            )
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
+) -> Tensor:
+    """Angle per position of each pair of head dimensions, float32 ``[head_dim / 2]`` (RoFormer, section 3.2).
+
+    Under ``scaling`` wavelengths beyond ``original / low_freq_factor`` are divided by the factor, those below
+    ``original / high_freq_factor`` stay, and in between the two are blended (Llama 3.1).
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequencies = 1.0 / theta**exponent
+    if scaling is None:
+        return frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * keep + frequencies / scaling.scaling_factor * (1.0 - keep)
+
+
+class RotaryEmbedding(nn.Module):
+    """Positions ``[batch, seq]`` → cosine and sine, float32 ``[batch, seq, 1, head_dim / 2]``.
+
+    It holds no buffer, so nothing can be cast or lost between building and training.
+    """
+
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.theta = theta
+        self.scaling = scaling
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        frequencies = rope_frequencies(self.head_dim, self.theta, self.scaling, positions.device)
+        angles = (positions.unsqueeze(-1).float() * frequencies).unsqueeze(-2)
+        return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (2i, 2i+1) of ``x`` ``[batch, seq, heads, head_dim]``; computed in float32."""
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+
+
+class CausalAttention(nn.Module):
+    """Scaled dot-product attention of each token to itself and those before it; no parameters.
+
+    Queries ``[batch, seq, heads, head_dim]``; keys and values may have fewer heads, each serving a group of queries.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with rotary positions: ``[batch, seq, dim]`` → the same."""
+
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.inner_attention = CausalAttention()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        q, k, v = (w(x).view(batch, seq, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
+        out = self.inner_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+        return self.wo(out.reshape(batch, seq, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU feed-forward: ``w2(silu(w1 x) * w3 x)`` (Shazeer 2020)."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))

@@ -1,0 +1,74 @@
+"""What a model family tells the rest of the house, as data keyed by module and parameter names.
+
+No family stands here, and nothing about how a model is spread over devices.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan.models.init import Rule
+from torchtitan.registry import Registry
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The module names of a decoder in the order the data passes them: stem, each child of ``blocks``, head."""
+
+    stem: tuple[str, ...]
+    blocks: str
+    head: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tokenwise:
+    """Floating-point operations to train on one token, forward and backward (PaLM, appendix B).
+
+    ``weights`` are those of the matrix products with parameters, ``attention`` those of scores and values when
+    every query meets every key; a causal kernel needs half of the latter.
+    """
+
+    weights: float
+    attention: float
+
+    @property
+    def full(self) -> float:
+        return self.weights + self.attention
+
+    @property
+    def causal(self) -> float:
+        return self.weights + self.attention / 2
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One family: how to build it and the tables that others apply to it.
+
+    ``cls(args)`` is an ordinary module with ``forward(tokens, positions) -> logits``, both inputs ``[batch, seq]``,
+    the output ``[batch, seq, vocab]``. ``args_cls`` is a frozen dataclass with at least ``vocab_size``.
+    ``init`` gives a rule for every parameter name pattern, the first match counting.
+    """
+
+    cls: Callable[[Any], nn.Module]
+    args_cls: type
+    flavors: Mapping[str, Any]
+    layout: Layout
+    init: Callable[[Any], Mapping[str, Rule]]
+    flops: Callable[[Any, int], Tokenwise]
+    tied: Callable[[Any], Mapping[str, str]] = field(default=lambda args: {})
+    """Second name → first name of a parameter that stands in the model under two names."""
+
+    def build_meta(self, args: Any) -> nn.Module:
+        """The model with shapes and no memory, ties in place."""
+        with torch.device("meta"):
+            return self.cls(args)
+
+    def count_parameters(self, args: Any) -> int:
+        """Number of parameters, a tied one counted once."""
+        return sum(p.numel() for p in self.build_meta(args).parameters())
+
+
+MODELS: Registry[ModelSpec] = Registry("model", home="torchtitan.models")

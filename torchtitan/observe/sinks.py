@@ -1,0 +1,291 @@
+"""Where the record of a logged step goes: the console, ``metrics.jsonl``, TensorBoard, W&B, or a lab's own.
+
+What stands in a record is decided in ``metrics.py``; a package that only one sink needs is imported when it is built.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field
+
+from torchtitan.config import toml
+from torchtitan.errors import ConfigError
+from torchtitan.log import logger
+from torchtitan.registry import Registry
+
+Record = dict[str, float | None]
+"""The numbers of one logged step by name; None is what does not apply. A sink leaves it as it is."""
+
+
+class Sink(Protocol):
+    """Takes records. An OSError costs lines and a warning, any other error ends the run."""
+
+    def write(self, record: Record) -> None:
+        """Take the record of one logged step."""
+
+    def close(self) -> None:
+        """No record follows."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The run's folder, and the step it goes on after (0 for a new run)."""
+
+    folder: Path
+    resumed_step: int
+
+
+SINKS: Registry[Callable[..., Sink]] = Registry("metric sink", home=__name__)
+"""Of builders ``(run: RunFiles, *, options) -> Sink``. Only rank 0 builds and uses sinks."""
+
+_PACKAGES = {"tensorboard": "metrics.enable_tensorboard", "wandb": "metrics.enable_wandb"}
+
+
+def build_sinks(builders: Mapping[str, Callable[[RunFiles], Sink]], run: RunFiles) -> list[Sink]:
+    """The named sinks, from builders whose options are bound; ConfigError where the run's folder cannot be written."""
+    sinks = []
+    for name, build in builders.items():
+        try:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            sinks.append(build(run))
+        except OSError as error:
+            raise ConfigError("job.dump_folder", f"metric sink {name!r} cannot write there: {error}") from error
+    return sinks
+
+
+def check_packages(names: Iterable[str]) -> None:
+    """ConfigError if the package that one of these sinks stands on is not installed; imports nothing."""
+    for name in names:
+        # A folder of that name in the working directory, wandb's own for one, has a spec without an origin.
+        if name in _PACKAGES and getattr(importlib.util.find_spec(name), "origin", None) is None:
+            raise ConfigError(_PACKAGES[name], f"needs a package that is not installed: pip install {name}")
+
+
+class Console:
+    """One line a record through the log: TorchTitan's fields in their order and colors, then the time left."""
+
+    def __init__(self, *, color: bool) -> None:
+        self.color = color
+
+    def write(self, record: Record) -> None:
+        logger.info(console_line(record, color=self.color))
+
+    def close(self) -> None:
+        pass
+
+
+@SINKS.register("console")
+def console(
+    run: RunFiles,
+    *,
+    color: Annotated[bool, Field(description="color the fields, on a terminal and unless NO_COLOR is set")] = True,
+) -> Sink:
+    """Lines in the log; FORCE_COLOR colors them through a pipe too (no-color.org, force-color.org)."""
+    on_terminal = bool(os.environ.get("FORCE_COLOR")) or sys.stderr.isatty()
+    return Console(color=color and on_terminal and not os.environ.get("NO_COLOR"))
+
+
+def console_line(record: Record, *, color: bool) -> str:
+    """The record for the eye. Whoever reads TorchTitan's lines by a pattern can read these."""
+    mfu = record["mfu"]
+    fields = (
+        ("31", f"step: {record['step']:2}"),
+        ("32", f"loss: {record['loss']:8.5f}"),
+        ("38;5;208", f"grad_norm: {record['grad_norm']:7.4f}"),
+        ("38;5;80", f"memory: {record['memory_gib']:5.2f}GiB({record['memory_percent']:.2f}%)"),
+        ("34", f"tps: {record['tps']:,.0f}"),
+        ("36", f"tflops: {record['tflops']:,.2f}"),
+        ("35", "mfu: N/A" if mfu is None else f"mfu: {mfu:.2f}%"),
+        ("39", f"time left: {_duration(record['seconds_left'] or 0.0)}"),
+    )
+    return "  ".join(f"\033[{code}m{text}" if color else text for code, text in fields)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{hours}:{minutes:02}:{seconds:02}"
+
+
+METRICS_FILE = "metrics.jsonl"
+FIELDS = (
+    *("step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen", "tps", "tflops", "mfu", "mfu_causal"),
+    *("memory_gib", "data_loading_seconds", "step_seconds", "wall_time"),
+)
+"""Of a line of metrics.jsonl, in this order."""
+
+
+class Jsonl:
+    """Appends a line a record to a file that holds no step after ``resumed_step``, and only whole lines.
+
+    What does not apply, and a number that is not finite (JSON has none), is null.
+    """
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        cut_lines(path, resumed_step)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, record: Record) -> None:
+        line = memoryview(json.dumps({name: _finite(record[name]) for name in FIELDS}).encode() + b"\n")
+        start = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(start)  # half a line would spoil the next one
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@SINKS.register("jsonl")
+def jsonl(run: RunFiles) -> Sink:
+    """metrics.jsonl in the run's folder, one object a line."""
+    return Jsonl(run.folder / METRICS_FILE, run.resumed_step)
+
+
+def cut_lines(path: Path, last_step: int) -> None:
+    """Take out of a file of JSON lines those of steps after ``last_step`` and those that are torn, in one rename."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and (step := _step(line)) is not None and step <= last_step]
+    if len(kept) == len(lines):
+        return
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_bytes(b"".join(kept))
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+    logger.info(f"{path.name}: cut {len(lines) - len(kept)} lines that are torn or of steps after {last_step}")
+
+
+def _step(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+SCALARS = {
+    "loss_metrics/global_avg_loss": "loss",
+    "loss_metrics/global_max_loss": "max_loss",
+    "grad_norm": "grad_norm",
+    "throughput(tps)": "tps",
+    "tflops": "tflops",
+    "mfu(%)": "mfu",
+    "time_metrics/end_to_end(s)": "step_seconds",
+    "time_metrics/data_loading(s)": "data_loading_seconds",
+    "time_metrics/data_loading(%)": "data_loading_percent",
+    "memory/max_active(GiB)": "memory_active_gib",
+    "memory/max_active(%)": "memory_active_percent",
+    "memory/max_reserved(GiB)": "memory_gib",
+    "memory/max_reserved(%)": "memory_percent",
+    "memory/num_alloc_retries": "alloc_retries",
+    "memory/num_ooms": "ooms",
+    "n_tokens_seen": "tokens_seen",
+    "lr": "lr",
+}
+"""TorchTitan's names of scalars, so that its users' dashboards go on working → ours in a record."""
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """What of the record applies, by the names of dashboards."""
+    return {tag: value for tag, name in SCALARS.items() if (value := record[name]) is not None}
+
+
+class TensorBoard:
+    """Event files in a folder named by the time; a resumed run goes on in the newest one and hides what it repeats."""
+
+    def __init__(self, folder: Path, resumed_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder = _time_folder(folder, new=resumed_step == 0)
+        self._writer = SummaryWriter(str(self.folder), purge_step=resumed_step + 1, flush_secs=10)
+
+    def write(self, record: Record) -> None:
+        for tag, value in scalars(record).items():
+            self._writer.add_scalar(tag, value, record["step"], walltime=record["wall_time"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@SINKS.register("tensorboard")
+def tensorboard(
+    run: RunFiles,
+    *,
+    folder: Annotated[str, Field(description="folder of the event files, in the run's folder")] = "tb",
+) -> Sink:
+    """TensorBoard event files with TorchTitan's scalar names."""
+    check_packages(["tensorboard"])
+    return TensorBoard(run.folder / folder, run.resumed_step)
+
+
+def _time_folder(parent: Path, *, new: bool) -> Path:
+    names = [path.name for path in parent.glob("*") if re.fullmatch(r"\d{8}-\d{4}", path.name)]
+    return parent / (max(names) if names and not new else time.strftime("%Y%m%d-%H%M"))
+
+
+class WandB:
+    """A run of Weights & Biases, described by the environment; the job's config is that of its config.toml."""
+
+    def __init__(self, folder: Path) -> None:
+        import wandb
+
+        def env(name: str) -> str | None:
+            return os.environ.get(f"WANDB_{name}") or None
+
+        config = folder / "config.toml"
+        try:
+            self._run: Any = wandb.init(
+                dir=str(folder),
+                config=toml.parse(config.read_text()) if config.exists() else None,
+                entity=env("TEAM"),
+                project=env("PROJECT") or "torchtitan",
+                name=env("RUN_NAME"),
+                id=env("RUN_ID"),
+                notes=env("RUN_NOTES"),
+                tags=[tag.strip() for tag in (env("RUN_TAGS") or "").split(",") if tag.strip()] or None,
+                group=env("RUN_GROUP"),
+                job_type=env("RUN_JOB_TYPE"),
+                resume_from=env("RESUME_FROM"),
+                fork_from=env("FORK_FROM"),
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                "metrics.enable_wandb",
+                f"wandb does not start: {error}; WANDB_MODE=offline needs neither key nor network",
+            ) from error
+
+    def write(self, record: Record) -> None:
+        self._run.log(scalars(record), step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+@SINKS.register("wandb")
+def wandb(run: RunFiles) -> Sink:
+    """Weights & Biases with TorchTitan's scalar names; WANDB_TEAM, WANDB_PROJECT, WANDB_RUN_NAME … say where."""
+    check_packages(["wandb"])
+    return WandB(run.folder)

@@ -1,0 +1,49 @@
+"""How a run ended: exit codes, and the file that tells its launcher.
+
+torchrun turns every failing worker's code into 1, so the code and the error travel in ``<dump_folder>/end.json``.
+What ends a run is not decided here.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+DONE, FAILED, BAD_CONFIG, STOPPED = 0, 1, 2, 75
+_FILE = "end.json"
+
+
+@dataclass(frozen=True)
+class End:
+    """Why and at which step a run ended; ``error`` and ``rank`` of the first rank that failed, if one did."""
+
+    reason: str
+    exit_code: int
+    step: int | None = None
+    error: str | None = None
+    rank: int | None = None
+
+    def write(self, folder: Path) -> bool:
+        """Leave it in the folder unless another rank has; True if this one was the first.
+
+        One rank fails, then the others fail because it did: only the first is what the user wants to read.
+        """
+        try:
+            with (folder / _FILE).open("x") as file:
+                json.dump(asdict(self), file)
+        except OSError:
+            return not (folder / _FILE).exists()
+        return True
+
+    @staticmethod
+    def read(folder: Path, since: float) -> "End | None":
+        """What was left in the folder at the time ``since`` or later, None if nothing was."""
+        path = folder / _FILE
+        try:
+            return End(**json.loads(path.read_text())) if path.stat().st_mtime >= since else None
+        except (OSError, ValueError, TypeError):
+            return None
+
+    @staticmethod
+    def forget(folder: Path) -> None:
+        """Remove what an earlier run left."""
+        (folder / _FILE).unlink(missing_ok=True)

@@ -1,0 +1,57 @@
+"""When a run has to stop before its last step: signals and the time limit, and the pauses of garbage collection.
+
+Saving is the checkpointer's work; that all ranks stop at the same step is the trainer's.
+"""
+
+import gc
+import signal
+import time
+from types import FrameType
+
+from torchtitan.log import logger
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Becomes true once this process is asked to stop, by a signal or by ``max_duration_minutes`` running out.
+
+    The step in progress ends as usual. A second Ctrl-C stops at once.
+    """
+
+    def __init__(self, max_duration_minutes: float | None = None) -> None:
+        self.reason: str | None = None
+        self._deadline = None if max_duration_minutes is None else time.monotonic() + 60 * max_duration_minutes
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.reason = signal.Signals(number).name
+
+    def __bool__(self) -> bool:
+        if self.reason is None and self._deadline is not None and time.monotonic() >= self._deadline:
+            self.reason = "the time limit (job.max_duration_minutes)"
+        return self.reason is not None
+
+
+class GarbageCollection:
+    """Collects every ``freq`` steps, on all ranks at the same step, instead of whenever Python likes to.
+
+    One rank that pauses makes all the others wait for it.
+    """
+
+    def __init__(self, freq: int) -> None:
+        self._freq = freq
+        gc.disable()
+        gc.collect(1)
+
+    def step(self, step: int) -> None:
+        if step > 1 and step % self._freq == 0:
+            start = time.perf_counter()
+            gc.collect(1)
+            logger.debug(f"garbage collection took {time.perf_counter() - start:.2f} s")
+
+    def close(self) -> None:
+        gc.enable()

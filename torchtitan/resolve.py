@@ -1,0 +1,183 @@
+"""From a configuration to a job: every name bound to its part, every number checked, before any process group.
+
+Nothing is built here that computes or writes; the trainer builds from what stands in the job.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from torchtitan.checkpoint.storage import StepFolders
+from torchtitan.config import JobConfig
+from torchtitan.data.datasets import DATASETS, TextSource
+from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
+from torchtitan.distributed.fsdp import Precision
+from torchtitan.distributed.topology import Degrees
+from torchtitan.errors import ConfigError
+from torchtitan.loss import LOSSES, Loss
+from torchtitan.models.spec import MODELS, ModelSpec
+from torchtitan.observe.sinks import SINKS, check_packages
+from torchtitan.optim.optimizers import OPTIMIZERS, parameter_groups
+from torchtitan.optim.schedules import SCHEDULES, Schedule
+from torchtitan.registry import unknown_name
+from torchtitan.transforms import CONVERTERS, Converter
+
+
+@dataclass(frozen=True)
+class Job:
+    """A configuration whose every word has been understood, for a world of a given size."""
+
+    config: JobConfig
+    degrees: Degrees
+    spec: ModelSpec
+    args: Any
+    source: TextSource
+    tokenizer: Tokenizer
+    bos_id: int | None
+    eos_id: int | None
+    precision: Precision
+    loss: Loss
+    converters: list[Converter]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    schedule: Schedule
+    sinks: Mapping[str, partial[Any]]
+
+
+def resolve_job(config: JobConfig, world_size: int) -> Job:
+    """Bind and check everything in ``config``; ConfigError for the first thing that cannot be.
+
+    Reads files only to see that they are there and what they are.
+    """
+    training, model, data = config.training, config.model, config.data
+    _check_writable(Path(config.job.dump_folder))
+    degrees = Degrees(
+        config.parallelism.data_parallel_replicate_degree, config.parallelism.data_parallel_shard_degree
+    ).resolve(world_size)
+    spec = MODELS.get(model.name, key="model.name")
+    args = resolve_args(spec, model.flavor, model.args)
+
+    tokenizer = _bound(TOKENIZERS, config.tokenizer, "tokenizer")(model.hf_assets_path)
+    bos_id, eos_id = resolve_special_ids(
+        tokenizer, add_bos=data.add_bos, add_eos=data.add_eos, bos_id=data.bos_id, eos_id=data.eos_id
+    )
+    _check_vocabulary(args.vocab_size, tokenizer, bos_id, eos_id)
+    source = DATASETS.bind(training.dataset, data.args, key="training.dataset")(
+        training.dataset_path, on_bad_record=data.on_bad_record
+    )
+
+    optimizer = _bound(OPTIMIZERS, config.optimizer, "optimizer")
+    if config.optimizer.weight_decay_exclude:
+        parameter_groups(
+            spec.build_meta(args).named_parameters(),
+            lr=0.0,
+            weight_decay_exclude=config.optimizer.weight_decay_exclude,
+        )
+    return Job(
+        config=config,
+        degrees=degrees,
+        spec=spec,
+        args=args,
+        source=source,
+        tokenizer=tokenizer,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        precision=Precision(
+            storage=getattr(torch, training.dtype),
+            param=getattr(torch, training.mixed_precision_param),
+            reduce=getattr(torch, training.mixed_precision_reduce),
+        ),
+        loss=_bound(LOSSES, config.loss, "loss")(),
+        converters=[
+            CONVERTERS.bind(name, config.converter_args.get(name, {}), key="model.converters")()
+            for name in model.converters
+        ],
+        optimizer=optimizer,
+        schedule=_bound(SCHEDULES, config.lr_scheduler, "lr_scheduler")(
+            config.lr_scheduler.total_steps or training.steps
+        ),
+        sinks=_sinks(config),
+    )
+
+
+def _sinks(config: JobConfig) -> dict[str, partial[Any]]:
+    metrics = config.metrics
+    options: dict[str, dict[str, Any]] = {"console": {"color": not metrics.disable_color_printing}, "jsonl": {}}
+    if metrics.enable_tensorboard:
+        options["tensorboard"] = {"folder": metrics.save_tb_folder}
+    if getattr(metrics, "enable_wandb", False):
+        options["wandb"] = {}
+    options |= {name: metrics.sink_args.get(name, {}) for name in metrics.sinks}
+    for name in options:
+        SINKS.get(name, key="metrics.sinks")
+    check_packages(options)
+    return {name: SINKS.bind(name, own, key=f"metrics.sink_args.{name}") for name, own in options.items()}
+
+
+def finished_step(config: JobConfig) -> int | None:
+    """The step at which an earlier run in the same folder ended, if that leaves nothing to do."""
+    keys = config.checkpoint
+    if not keys.enable or keys.load_step != -1:
+        return None
+    steps = StepFolders(Path(config.job.dump_folder) / keys.folder).steps()
+    return steps[-1] if steps and steps[-1] >= config.training.steps else None
+
+
+def _check_writable(folder: Path) -> None:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError("job.dump_folder", f"{existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError("job.dump_folder", f"{existing} cannot be written to")
+
+
+def resolve_args(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> Any:
+    """The flavor's hyper-parameters with ``overrides`` in their place, checked by the family's own types and rules."""
+    if flavor not in spec.flavors:
+        raise unknown_name("flavor", flavor, spec.flavors, key="model.flavor")
+    values = _overlay(dataclasses.asdict(spec.flavors[flavor]), overrides, "model.args")
+    try:
+        # Through JSON, where strict types allow a table for a nested dataclass.
+        return TypeAdapter(spec.args_cls).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"model.args.{where}", first["msg"].removeprefix("Input ")) from None
+
+
+def _overlay(values: dict[str, Any], overrides: Mapping[str, Any], key: str) -> dict[str, Any]:
+    for name, value in overrides.items():
+        if name not in values:
+            raise unknown_name("key", name, values, key=f"{key}.{name}")
+        if isinstance(value, Mapping) and isinstance(values[name], dict):
+            values[name] = _overlay(values[name], value, f"{key}.{name}")
+        else:
+            values[name] = value
+    return values
+
+
+def _check_vocabulary(vocab_size: int, tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            "model.args.vocab_size",
+            f"the tokenizer ({tokenizer.name}) has ids up to {tokenizer.vocab_size - 1}, the model {vocab_size} rows; "
+            f"set model.args.vocab_size to at least {tokenizer.vocab_size} or choose another model.hf_assets_path",
+        )
+    for name, token in (("data.bos_id", bos_id), ("data.eos_id", eos_id)):
+        if token is not None and token >= vocab_size:
+            raise ConfigError(name, f"{token} is outside the model's vocabulary of {vocab_size}")
+
+
+def _bound(registry: Any, section: Any, key: str) -> Any:
+    """The section's named builder with the section's own options."""
+    return registry.bind(section.name, section.model_extra or {}, key=key)

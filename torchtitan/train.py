@@ -1,0 +1,103 @@
+"""The training command: configuration → world → Trainer → run → tear down.
+
+Nothing here knows what a step is.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torchtitan import __version__
+from torchtitan.checkpoint.storage import CheckpointError
+from torchtitan.config import ConfigError, JobConfig, describe_error, help_text, load_config, to_toml
+from torchtitan.log import init_logger, logger
+from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, STOPPED, End
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        return DONE
+    if "--version" in argv:
+        print(f"torchtitan {__version__}")
+        return DONE
+    config = None
+    try:
+        config = load_config(argv)
+        init_logger(color=not config.metrics.disable_color_printing)
+        return train(config)
+    except ConfigError as error:
+        print(describe_error(error, config), file=sys.stderr)
+        return BAD_CONFIG
+
+
+def train(config: JobConfig) -> int:
+    """Run the job that ``config`` describes in the world that the launcher made; returns the exit code."""
+    from torchtitan.distributed.world import init_world, set_determinism, world_size
+    from torchtitan.resilience.guard import StopRequest
+    from torchtitan.resolve import finished_step, resolve_job
+
+    stop = StopRequest(config.job.max_duration_minutes)
+    job = resolve_job(config, world_size())
+    if (step := finished_step(config)) is not None:
+        logger.info(f"nothing left to do: {config.job.dump_folder} holds step {step} of {config.training.steps}")
+        return DONE
+    from torchtitan.trainer import Trainer
+
+    folder = Path(config.job.dump_folder)
+    debug = config.debug
+    trainer = None
+    try:
+        with init_world(init_timeout_seconds=config.comm.init_timeout_seconds) as world:
+            if world.rank == 0:
+                open_folder(folder, config)
+            world.barrier()
+            set_determinism(debug.seed, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only)
+            trainer = Trainer(job, world, stop)
+            end = End("done", DONE) if trainer.run() else End("stopped", STOPPED)
+            trainer.close()
+            if world.rank == 0:
+                logger.info(
+                    f"{end.reason} at step {trainer.state.step}{f' after {stop.reason}' if stop.reason else ''}"
+                )
+                replace(end, step=trainer.state.step).write(folder)
+        return end.exit_code
+    except (Exception, KeyboardInterrupt) as error:
+        return fail(error, config, trainer.state.step if trainer else None)
+
+
+def open_folder(folder: Path, config: JobConfig) -> None:
+    """Make the run's folder, leave the configuration in it, and forget how an earlier run there ended."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        End.forget(folder)
+        (folder / "config.toml").write_text(to_toml(config))
+    except OSError as error:
+        raise ConfigError("job.dump_folder", f"cannot be written: {error}") from None
+    if config.job.print_config:
+        logger.info(f"the configuration:\n{to_toml(config)}")
+
+
+def fail(error: BaseException, config: JobConfig, step: int | None) -> int:
+    """Say what went wrong, once for all ranks; returns the exit code."""
+    if isinstance(error, ConfigError):
+        end = End("config", BAD_CONFIG, step, describe_error(error, config))
+    elif isinstance(error, (CheckpointError, ArithmeticError)):
+        end = End("failed", FAILED, step, str(error))
+    else:
+        end = End("failed", FAILED, step, "".join(traceback.format_exception(error)))
+    end = replace(end, rank=int(os.environ.get("RANK", "0")))
+    if end.write(Path(config.job.dump_folder)):
+        print(end.error, file=sys.stderr, flush=True)
+    else:
+        logger.error(f"rank {end.rank} stops because another rank failed first")
+    return end.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""The trainer: wires the parts of a job, and the loop over steps.
+
+What a part does is in its room; what is said in the configuration is bound in ``resolve.py``.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.checkpointer import Checkpointer
+from torchtitan.config import to_toml
+from torchtitan.data.batch import Batch
+from torchtitan.data.loader import build_loader
+from torchtitan.data.packing import ConcatRows
+from torchtitan.data.tokens import open_tokens
+from torchtitan.distributed.gradients import clip_by_norm, global_norm
+from torchtitan.distributed.parallelize import parallelize
+from torchtitan.distributed.topology import build_topology
+from torchtitan.distributed.world import World
+from torchtitan.errors import ConfigError
+from torchtitan.log import logger
+from torchtitan.observe.device import memory, peak_flops
+from torchtitan.observe.metrics import Metrics, StepStats
+from torchtitan.observe.sinks import RunFiles, build_sinks
+from torchtitan.optim.optimizers import parameter_groups
+from torchtitan.resilience.guard import GarbageCollection, StopRequest
+from torchtitan.resolve import Job
+
+
+class NonFiniteError(ArithmeticError):
+    """Loss or gradients of a step are not finite; the weights are those from before it."""
+
+
+@dataclass
+class _Numbers:
+    """Numbers of the run that a checkpoint keeps as JSON."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for field in fields(self):
+            setattr(self, field.name, state[field.name])
+
+
+@dataclass
+class TrainState(_Numbers):
+    """Steps done, tokens trained on over all ranks, and rows of a step."""
+
+    step: int = 0
+    tokens_seen: int = 0
+    global_batch_size: int = 0
+
+
+@dataclass
+class DataPosition(_Numbers):
+    """The next row of the global order, and the data in whose order it stands."""
+
+    fingerprint: str
+    next_row: int = 0
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["fingerprint"] != self.fingerprint:
+            raise ConfigError(
+                "training.dataset",
+                "the data, their tokenizer, order or sequence length are not those of the checkpoint, so its position "
+                "means nothing; to begin the new data at their first row, set "
+                'checkpoint.exclude_from_loading = ["dataloader"]',
+            )
+        super().load_state_dict(state)
+
+
+@dataclass
+class ScheduleStart(_Numbers):
+    """The step after which the learning-rate schedule began."""
+
+    after_step: int = 0
+
+
+class Trainer:
+    """One run: its parts, its state, its loop. Built and run by all ranks together."""
+
+    def __init__(self, job: Job, world: World, stop: StopRequest) -> None:
+        config = job.config
+        self.job, self.world, self.stop = job, world, stop
+        self.steps = config.training.steps
+        self.topology = build_topology(job.degrees, world)
+        rows = self._open_rows()
+        self.runner = parallelize(
+            job.spec,
+            job.args,
+            self.topology,
+            loss=job.loss,
+            converters=job.converters,
+            device=world.device,
+            seed=config.debug.seed,
+            precision=job.precision,
+            reshard=config.parallelism.fsdp_reshard_after_forward,
+            cpu_offload=config.training.enable_cpu_offload,
+        )
+        if config.model.print_after_conversion:
+            logger.info(f"the model after its converters:\n{self.runner.parts[0]}")
+        self.named_parameters = [item for part in self.runner.parts for item in part.named_parameters()]
+        self.parameters = [parameter for _, parameter in self.named_parameters]
+        self.optimizer = job.optimizer(
+            parameter_groups(
+                self.named_parameters,
+                lr=config.optimizer.lr,
+                weight_decay_exclude=config.optimizer.weight_decay_exclude,
+            )
+        )
+        self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
+
+        self.state, self.schedule_start = TrainState(), ScheduleStart()
+        self.position = DataPosition(rows.fingerprint)
+        self.checkpointer = self._build_checkpointer() if config.checkpoint.enable else None
+        if self.checkpointer is not None:
+            self._load(self.checkpointer)
+        self._settle_batch_size()
+        self.loader = build_loader(
+            rows,
+            global_batch_size=self.state.global_batch_size,
+            ranks=self.topology.readers,
+            rank=self.topology.reader_rank,
+            local_batch_size=config.training.local_batch_size,
+            first_row=self.position.next_row,
+            num_workers=config.training.dataloader.num_workers,
+            prefetch_factor=config.training.dataloader.prefetch_factor,
+            pin_memory=config.training.dataloader.pin_memory,
+        )
+        self.metrics = self._build_metrics()
+
+    def train_step(self, batches: Sequence[Batch], num_valid: float) -> tuple[Tensor, Tensor]:
+        """One update from this rank's ``batches``; returns its share of the loss, and the global gradient norm."""
+        self.optimizer.zero_grad()
+        losses = [self.runner.forward_backward(batch.to(self.world.device), num_valid) for batch in batches]
+        norm = global_norm(self.parameters)
+        if not norm.isfinite():
+            raise NonFiniteError(
+                f"the gradient norm of step {self.state.step + 1} is {norm.item()}; "
+                "the weights are those of the step before"
+            )
+        clip_by_norm(self.parameters, norm, self.job.config.training.max_norm)
+        self.state.step += 1
+        for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
+            group["lr"] = peak * self.job.schedule(self.state.step - self.schedule_start.after_step)
+        self.optimizer.step()
+        return torch.stack(losses).sum(), norm
+
+    def run(self) -> bool:
+        """Train to the last step (True), or until any rank is asked to stop (False); then save."""
+        config, state = self.job.config, self.state
+        first_step = state.step + 1
+        collection = GarbageCollection(config.training.gc_freq)
+        batches = iter(self.loader)
+        clock = _Clock()
+        while state.step < self.steps:
+            rows = clock.next_of(batches)
+            own_valid = sum(batch.num_valid() for batch in rows)
+            num_valid, stop = self.world.sum([own_valid, float(bool(self.stop))])
+            if stop:
+                break
+            loss, norm = self.train_step(rows, max(num_valid, 1.0))
+            state.tokens_seen += state.global_batch_size * config.training.seq_len
+            self.position.next_row += state.global_batch_size
+            clock.steps += 1
+            if state.step in (first_step, self.steps) or state.step % config.metrics.log_freq == 0:
+                self._log(float(loss), float(norm), own_valid, num_valid, clock)
+                clock = _Clock()
+            if state.step == first_step:
+                self.world.set_timeout(config.comm.train_timeout_seconds, self.topology.fsdp.get_all_groups())
+            if self.checkpointer is not None:
+                self.checkpointer.save(state.step)
+            collection.step(state.step)
+        collection.close()
+        if self.checkpointer is not None:
+            self.checkpointer.save(state.step, last=True)
+        return state.step >= self.steps
+
+    def close(self) -> None:
+        """Release loader workers and sinks."""
+        self.loader.close()
+        self.metrics.close()
+
+    # Wiring
+
+    def _open_rows(self) -> ConcatRows:
+        job, data = self.job, self.job.config.data
+        tokens = open_tokens(
+            job.source,
+            job.tokenizer,
+            bos_id=job.bos_id,
+            eos_id=job.eos_id,
+            cache_folder=data.cache_folder,
+            rank=self.world.rank,
+            ranks=self.world.size,
+        )
+        return ConcatRows(tokens, seq_len=job.config.training.seq_len, shuffle=data.shuffle, seed=job.config.debug.seed)
+
+    def _build_checkpointer(self) -> Checkpointer:
+        config = self.job.config
+        keys = config.checkpoint
+        return Checkpointer(
+            Path(config.job.dump_folder) / keys.folder,
+            self.world,
+            modules=self.runner.parts,
+            optimizer=self.optimizer,
+            numbers={"train_state": self.state, "dataloader": self.position, "lr_scheduler": self.schedule_start},
+            config_toml=to_toml(config),
+            interval=keys.interval,
+            keep_latest=keys.keep_latest_k,
+            first_step=keys.enable_first_step_checkpoint,
+            load_only=keys.load_only,
+            exclude=keys.exclude_from_loading,
+        )
+
+    def _load(self, checkpointer: Checkpointer) -> None:
+        keys = self.job.config.checkpoint
+        checkpointer.load(keys.load_step, keys.initial_load_path, initial_model_only=keys.initial_load_model_only)
+        if "lr_scheduler" in keys.exclude_from_loading:
+            self.schedule_start.after_step = self.state.step
+
+    def _settle_batch_size(self) -> None:
+        """The global batch is the configuration's, else the checkpoint's, else one local batch for every reader."""
+        training = self.job.config.training
+        if training.global_batch_size != -1:
+            self.state.global_batch_size = training.global_batch_size
+        elif not self.state.global_batch_size:
+            self.state.global_batch_size = training.local_batch_size * self.topology.readers
+
+    def _build_metrics(self) -> Metrics:
+        config, device = self.job.config, self.world.device
+        by_key = config.metrics.peak_tflops
+        peak, source = peak_flops(device, self.job.precision.param) if by_key is None else (by_key * 1e12, "by key")
+        logger.info(
+            f"peak of a device: {source}; mfu counts attention in full, mfu_causal the half a causal mask leaves"
+        )
+        operations = self.job.spec.flops(self.job.args, config.training.seq_len)
+        files = RunFiles(Path(config.job.dump_folder), self.state.step)
+        return Metrics(
+            build_sinks(self.job.sinks if self.world.rank == 0 else {}, files),
+            devices=self.world.size,
+            flops_per_token=operations.full,
+            flops_per_token_causal=operations.causal,
+            peak_flops=peak,
+            last_step=self.steps,
+            memory=lambda: memory(device),
+        )
+
+    def _log(self, loss: float, norm: float, own_valid: int, num_valid: float, clock: "_Clock") -> None:
+        (total,) = self.world.sum([loss])
+        (largest,) = self.world.max([loss * num_valid / own_valid if own_valid else -math.inf])
+        self.metrics.write(
+            StepStats(
+                step=self.state.step,
+                loss=total,
+                max_loss=largest if math.isfinite(largest) else None,
+                grad_norm=norm,
+                lr=self.optimizer.param_groups[0]["lr"],
+                tokens_seen=self.state.tokens_seen,
+                tokens=clock.steps * self.state.global_batch_size * self.job.config.training.seq_len,
+                steps=clock.steps,
+                seconds=time.perf_counter() - clock.start,
+                data_seconds=clock.data_seconds,
+            )
+        )
+
+
+class _Clock:
+    """Time, steps and time spent waiting for data since the last metric line."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.steps = 0
+        self.data_seconds = 0.0
+
+    def next_of(self, batches: Iterator[list[Batch]]) -> list[Batch]:
+        start = time.perf_counter()
+        rows = next(batches)
+        self.data_seconds += time.perf_counter() - start
+        return rows
