@@ -1,0 +1,64 @@
+"""A module of somebody else's parts, written where ``job.imports`` can find it, and files to configure with."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from torchtitan.config.parts import with_options
+
+LAB = """
+from __future__ import annotations
+from typing import TYPE_CHECKING, Annotated, Literal
+from pydantic import Field
+from torchtitan.observe.sinks import SINKS
+from torchtitan.optim.optimizers import OPTIMIZERS
+from torchtitan.transforms import CONVERTERS
+if TYPE_CHECKING:
+    from nowhere import Optimizer
+
+@OPTIMIZERS.register("Lion")
+def lion(
+    groups: Optimizer,
+    *,
+    rank: Annotated[int, Field(ge=1, description="rank of the update")],
+    lr: float = 1.0,
+    betas: tuple[float, float] = (0.9, 0.99),
+    momentum: float | None = 0.9,
+    nesterov: bool = False,
+    kind: Literal["plain", "cautious"] = "plain",
+    scales: dict[str, float] = {},
+) -> Optimizer: ...
+
+@CONVERTERS.register("lab.prune")
+def prune(*, share: float = 0.5, names: list[str] = []): ...
+
+@SINKS.register("mail")
+def mail(run, *, to: str, api_key: str = ""): ...
+"""
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module that registers an optimizer, a converter and a sink; they are gone after the test."""
+    (tmp_path / "lab_parts.py").write_text(LAB)
+    monkeypatch.syspath_prepend(tmp_path)
+    registries = [choice.registry for choice in with_options()]
+    before = [(registry.names(), dict(registry._items)) for registry in registries]
+    yield "lab_parts"
+    sys.modules.pop("lab_parts", None)
+    for registry, (_, items) in zip(registries, before, strict=True):
+        registry._items = items
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Write ``job.toml`` and get the arguments that name it."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(content: str | bytes, name: str = "job.toml") -> list[str]:
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        return ["--job.config_file", name]
+
+    return write

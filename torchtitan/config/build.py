@@ -1,0 +1,230 @@
+"""From what was written to the configuration: values in their keys' types, no key unknown, options of parts filled in.
+
+Where the values come from is in sources.py, and what the keys are in schema.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import ValidationError
+
+from torchtitan.config.aliases import MEANINGLESS
+from torchtitan.config.nearest import begins_a_key, unknown_key
+from torchtitan.config.options import CommandLineText, Option, allowed
+from torchtitan.config.overrides import Path, without_negation
+from torchtitan.config.parts import Choice, offered, with_options
+from torchtitan.config.schema import KEYS, SECTIONS, JobConfig
+from torchtitan.config.sources import Setting, Settings
+from torchtitan.config.unbuilt import UNBUILT, refuse_unbuilt_choice
+from torchtitan.errors import ConfigError
+
+_ANY = Option("", Any)
+_TABLE = Option("", dict[str, Any])
+
+
+def build_config(settings: Settings, notes: list[str]) -> JobConfig:
+    """The configuration that ``settings`` say; ConfigError for the first of them that is wrong, counting the others.
+
+    What to tell of keys that change nothing goes to ``notes``.
+    """
+    problems = _Problems(settings)
+    values = _declared(settings, problems)
+    chosen = _chosen(values)
+    _check_undeclared(settings, chosen, values, problems, notes)
+    problems.raise_first()
+    _import(_config(values).job.imports)
+    for choice, name in chosen:
+        with problems.collect(_path(choice.key)):
+            try:
+                known = choice.options(name)
+            except ConfigError:
+                refuse_unbuilt_choice(choice.key, name, instead=choice.registry.names())
+                raise
+            settings = _without_negations(settings, choice.path(name), known)
+            values |= _options(settings, choice, name, known, problems)
+    problems.raise_first()
+    config = _config(values)
+    config._sources.update({".".join(path): setting.source for path, setting in settings.items()})
+    return config
+
+
+class _Problems:
+    """Everything found wrong so far; what was written first is told first."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._order = {path: number for number, path in enumerate(settings)}
+        self._found: list[tuple[int, ConfigError]] = []
+
+    @contextmanager
+    def collect(self, path: Path, setting: Setting | None = None) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            if setting is not None and error.source is None:
+                error.value, error.source = setting.value, setting.place
+            self._found.append((self._order.get(path, len(self._order)), error))
+
+    def raise_first(self) -> None:
+        if self._found:
+            _, first = min(self._found, key=lambda entry: entry[0])
+            first.more = len(self._found) - 1
+            raise first
+
+
+def _declared(settings: Settings, problems: _Problems) -> dict[Path, Any]:
+    """Values of the keys that the schema declares."""
+    values = {}
+    for path, setting in settings.items():
+        key = ".".join(path)
+        if key in KEYS:
+            with problems.collect(path):
+                try:
+                    values[path] = KEYS[key].read(setting.value, key=key)
+                except ConfigError:
+                    refuse_unbuilt_choice(key, setting.value, instead=allowed(KEYS[key].annotation))
+                    raise
+    return values
+
+
+def _chosen(values: dict[Path, Any]) -> list[tuple[Choice, str]]:
+    """The parts that the configuration names, one after the other."""
+    chosen = []
+    for choice in with_options():
+        named = values.get(_path(choice.key), KEYS[choice.key].default)
+        chosen += [(choice, name) for name in (named if choice.many else [named])]
+    return chosen
+
+
+def _check_undeclared(
+    settings: Settings,
+    chosen: Sequence[tuple[Choice, str]],
+    values: dict[Path, Any],
+    problems: _Problems,
+    notes: list[str],
+) -> None:
+    """Sort out what the schema does not declare: hyper-parameters go into ``values``, options of parts are left for
+    later, and the rest is refused, but for what asks for nothing."""
+    option_tables = [choice.path(name) for choice, name in chosen]
+    for path, setting in settings.items():
+        key = ".".join(path)
+        is_option = any(_within(path, table) for table in option_tables)
+        is_whole_table = path in option_tables and key not in SECTIONS
+        is_empty_table = setting.value == {} and begins_a_key(key)
+        if key in KEYS or is_option or is_whole_table or is_empty_table:
+            continue
+        with problems.collect(path):
+            if _within(path, ("model", "args")):
+                values[path] = _ANY.read(setting.value, key=key)
+            elif _within(path, ("metrics", "sink_args")):
+                raise ConfigError(key, f"{path[2]} is not in metrics.sinks; add it there")
+            elif key in MEANINGLESS:
+                notes.append(f"{key} ({setting.source}) changes nothing: {MEANINGLESS[key]}")
+            elif key in UNBUILT:
+                UNBUILT[key].refuse_unless_off(setting.value, key=key)
+            else:
+                raise _unknown_key(key, setting)
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise ConfigError("job.imports", f"cannot import {module}: {type(error).__name__}: {error}") from error
+
+
+def _options(
+    settings: Settings, choice: Choice, name: str, known: dict[str, Option], problems: _Problems
+) -> dict[Path, Any]:
+    """Values of all options of the part called ``name``."""
+    table = choice.path(name)
+    place = ("converter_args", name) if choice.key == "model.converters" else table
+    values = {(*place, option.name): option.default for option in known.values() if not option.required}
+    for option_name, (path, setting) in _given(settings, table).items():
+        key = ".".join((*table, option_name))
+        value_path = (*place, option_name)
+        with problems.collect(path, setting):
+            if option_name in known:
+                values[value_path] = known[option_name].read(setting.value, key=key)
+            elif key in UNBUILT:
+                UNBUILT[key].refuse_unless_off(setting.value, key=key)
+            elif owners := [owner for other, _, names in offered(choice) if other == key for owner in names]:
+                raise ConfigError(key, f"is no option of {choice.registry.kind} {name!r}, but of {', '.join(owners)}")
+            else:
+                raise _unknown_key(key, setting, also=known)
+    for option in known.values():
+        if option.required and (*place, option.name) not in values:
+            key = ".".join((*table, option.name))
+            with problems.collect((*table, option.name)):
+                raise ConfigError(key, f"is missing; {choice.registry.kind} {name!r} has no default for it")
+    return values
+
+
+def _given(settings: Settings, table: Path) -> dict[str, tuple[Path, Setting]]:
+    """The entries of ``table`` that no key declares, tables within it put together again."""
+    found: dict[str, tuple[Path, Setting]] = {}
+    for path, setting in settings.items():
+        key = ".".join(path)
+        if path == table and key not in {*KEYS, *SECTIONS}:  # the whole table in one, from the command line
+            whole = _TABLE.read(setting.value, key=key)
+            found |= {name: (path, Setting(value, setting.source)) for name, value in whole.items()}
+        if not _within(path, table) or key in KEYS:
+            continue
+        name, *inner = path[len(table) :]
+        if not inner:
+            found[name] = path, setting
+        else:
+            _, entries = found.setdefault(name, (path, Setting({}, setting.source)))
+            _place(entries.value, inner, _ANY.read(setting.value, key=key))
+    return found
+
+
+def _without_negations(settings: Settings, table: Path, known: dict[str, Option]) -> Settings:
+    """``settings`` with each ``no_option`` of ``table`` written as ``option`` = false."""
+    positive: Settings = {}
+    for path, setting in settings.items():
+        if _within(path, table) and path[-1] not in known and isinstance(setting.value, CommandLineText):
+            negated = without_negation(path, setting.value)
+            if negated is not None and negated[0][-1] in known:
+                path, setting = negated[0], Setting(negated[1], setting.source)
+        positive.pop(path, None)
+        positive[path] = setting
+    return positive
+
+
+def _config(values: dict[Path, Any]) -> JobConfig:
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        _place(tree, path, value)
+    try:
+        return JobConfig.model_validate(tree)
+    except ValidationError as error:
+        cause = error.errors(include_url=False)[0].get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise
+
+
+def _unknown_key(key: str, setting: Setting, *, also: Iterable[str] = ()) -> ConfigError:
+    error = ConfigError(key, unknown_key(key, also=also))
+    error.source = setting.place  # and no value: it is the key that is wrong
+    return error
+
+
+def _place(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    *tables, last = path
+    for table in tables:
+        tree = tree.setdefault(table, {})
+    tree[last] = value
+
+
+def _within(path: Path, table: Path) -> bool:
+    return len(path) > len(table) and path[: len(table)] == table
+
+
+def _path(key: str) -> Path:
+    return tuple(key.split("."))

@@ -1,0 +1,280 @@
+"""Every key of the configuration: type, default, bounds and a line of meaning; and what no two keys may say together.
+
+How values get here is in load.py. Options of registered parts are not listed here: their signatures declare them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+from torchtitan.config.options import Option, option_from_field
+from torchtitan.errors import UNKNOWN, ConfigError
+
+Dtype = Literal["float32", "bfloat16"]
+Auto = Literal[-1] | Annotated[int, Field(ge=1)]
+"""A count that is worked out from the rest where it is -1."""
+
+
+def key(default: Any, meaning: str, **bounds: Any) -> Any:
+    """Declare a key."""
+    return Field(default, description=meaning, **bounds)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class OpenSection(Section):
+    """A section that names a registered part; the options of that part stand beside the keys declared here."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Job(Section):
+    """The run as a whole"""
+
+    config_file: str | None = key(None, "the TOML file to read; only on the command line")
+    dump_folder: str = key("./outputs", "folder of everything the run writes")
+    description: str = key("default job", "free text for the log")
+    print_config: bool = key(False, "log the resolved configuration at the start")
+    imports: list[str] = key([], "modules to import that register parts")
+    max_duration_minutes: float | None = key(None, "stop, with a save, after this long", gt=0)
+
+
+class Metrics(Section):
+    """What is reported, how often and where to"""
+
+    log_freq: int = key(10, "steps between two reports; the first step always reports", ge=1)
+    enable_tensorboard: bool = key(False, "write TensorBoard files")
+    enable_wandb: bool = key(False, "report to Weights & Biases; its WANDB_ variables say where")
+    save_tb_folder: str = key("tb", "their folder in job.dump_folder")
+    disable_color_printing: bool = key(False, "no colors in the log")
+    peak_tflops: float | None = key(None, "peak of one device that mfu divides by; none: known or measured", gt=0)
+    sinks: list[str] = key([], "further registered sinks that get every report")
+    sink_args: dict[str, Any] = key({}, "options of a sink, in the table of its name")
+
+
+class Model(Section):
+    """What is trained"""
+
+    name: str = key("llama3", "family of models")
+    flavor: str = key("debugmodel", "size within the family")
+    hf_assets_path: str = key(
+        "", "folder with tokenizer.json, or that file; empty: the small tokenizer of the debug model"
+    )
+    args: dict[str, Any] = key({}, "hyper-parameters in place of the flavor's, such as n_layers")
+    converters: list[str] = key(
+        [], "rewrites of the model, in this order; the options of each in the table of its name"
+    )
+    print_after_conversion: bool = key(False, "log the modules after the converters")
+
+
+class Tokenizer(OpenSection):
+    """How text becomes ids"""
+
+    name: str = key("hf", "kind of tokenizer")
+
+
+class Optimizer(OpenSection):
+    """How gradients become updates"""
+
+    name: str = key("AdamW", "optimizer")
+    lr: float = key(8e-4, "peak learning rate", gt=0)
+    weight_decay_exclude: list[str] = key([], "patterns of parameter names without weight decay, such as *norm.weight")
+
+
+class LRScheduler(OpenSection):
+    """The learning rate over the steps"""
+
+    name: str = key("warmup_stable_decay", "shape of the curve")
+    total_steps: int | None = key(None, "steps of the whole curve; none: training.steps", ge=1)
+
+
+class Loss(OpenSection):
+    """What is minimised"""
+
+    name: str = key("cross_entropy", "loss, summed over the valid tokens and divided by their number")
+
+
+class DataLoader(Section):
+    """The processes that prepare batches"""
+
+    num_workers: int = key(0, "processes on each rank; 0: the training process itself", ge=0)
+    pin_memory: bool = key(False, "hand batches over in page-locked memory")
+    prefetch_factor: int | None = key(None, "batches each worker prepares ahead", ge=1)
+
+
+class Training(Section):
+    """The data, the steps and their precision"""
+
+    dataset: str = key("python_docs", "kind of data set")
+    dataset_path: str | None = key(None, "its file, folder or glob")
+    local_batch_size: int = key(8, "sequences a rank computes at once", ge=1)
+    global_batch_size: Auto = key(-1, "sequences of one step over all ranks; -1: local batch x data-parallel ranks")
+    seq_len: int = key(2048, "tokens of a sequence", ge=1)
+    max_norm: float = key(1.0, "gradients are scaled down to this global norm; 0: never", ge=0)
+    steps: int = key(10000, "optimizer steps", ge=1)
+    enable_cpu_offload: bool = key(False, "keep parameters and optimizer state in host memory")
+    dtype: Dtype = key("float32", "parameters, gradients and optimizer state")
+    mixed_precision_param: Dtype = key("bfloat16", "computation")
+    mixed_precision_reduce: Dtype = key("float32", "reduction of gradients over ranks")
+    gc_freq: int = key(50, "steps between two garbage collections", ge=1)
+    dataloader: DataLoader = Field(default_factory=DataLoader)
+
+
+class Data(Section):
+    """How documents become sequences"""
+
+    shuffle: bool = key(True, "another order each epoch; false: the order of the files")
+    add_bos: bool = key(True, "put the BOS token before each document")
+    add_eos: bool = key(True, "put the EOS token after each document")
+    bos_id: int | None = key(None, "id of BOS; none: the tokenizer's", ge=0)
+    eos_id: int | None = key(None, "id of EOS; none: the tokenizer's", ge=0)
+    on_bad_record: Literal["raise", "skip"] = key("raise", "what an unreadable record does")
+    cache_folder: str = key("", "folder of tokenized data; empty: the user's cache folder")
+    order: Literal["native"] = key("native", "order of the sequences: the same on any number of ranks")
+    packing: Literal["concat"] = key("concat", "documents one after the other, cut into windows")
+    args: dict[str, Any] = key({}, "options of the data set")
+
+
+class Parallelism(Section):
+    """How the model is spread over the ranks"""
+
+    data_parallel_replicate_degree: int = key(1, "copies of the sharded model", ge=1)
+    data_parallel_shard_degree: Auto = key(-1, "ranks a copy is sharded over; -1: all that are left")
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
+        "default", "free gathered weights after the forward pass; default: those of blocks, not of the head"
+    )
+
+
+class Checkpoint(Section):
+    """What is saved and loaded"""
+
+    enable: bool = key(False, "save, and continue from what is saved")
+    folder: str = key("checkpoint", "folder of the steps in job.dump_folder")
+    interval: int = key(500, "steps between two saves; the last step is always saved", ge=1)
+    keep_latest_k: Literal[0] | Annotated[int, Field(ge=2)] = key(
+        10, "complete steps that are kept; 0: all; not 1, so that one is left while the next is written"
+    )
+    load_step: int = key(-1, "step to continue from; -1: the newest complete one", ge=-1)
+    initial_load_path: str | None = key(None, "checkpoint to start from while the folder holds none")
+    initial_load_model_only: bool = key(True, "take only the weights from there")
+    exclude_from_loading: list[Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]] = key(
+        [], "parts that start anew when a checkpoint is loaded"
+    )
+    enable_first_step_checkpoint: bool = key(False, "save after the first step as well")
+    load_only: bool = key(False, "never save")
+
+
+class Comm(Section):
+    """How long ranks wait for each other"""
+
+    init_timeout_seconds: int = key(300, "until the first step is done", ge=1)
+    train_timeout_seconds: int = key(100, "after it", ge=1)
+
+
+class Debug(Section):
+    """Repeatability"""
+
+    seed: int = key(0, "of weights and data order", ge=0)
+    deterministic: bool = key(False, "only deterministic kernels: the same command gives the same bits")
+    deterministic_warn_only: bool = key(False, "warn where there is no such kernel, instead of failing")
+
+
+class JobConfig(Section):
+    """The resolved configuration. Two are equal that say the same, wherever it was written."""
+
+    job: Job = Field(default_factory=Job)
+    metrics: Metrics = Field(default_factory=Metrics)
+    model: Model = Field(default_factory=Model)
+    tokenizer: Tokenizer = Field(default_factory=Tokenizer)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = Field(default_factory=LRScheduler)
+    loss: Loss = Field(default_factory=Loss)
+    training: Training = Field(default_factory=Training)
+    data: Data = Field(default_factory=Data)
+    parallelism: Parallelism = Field(default_factory=Parallelism)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    comm: Comm = Field(default_factory=Comm)
+    debug: Debug = Field(default_factory=Debug)
+    converter_args: dict[str, dict[str, Any]] = {}
+    """Options of each converter in ``model.converters``; in a file they stand in the table of the converter's name."""
+
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def source(self, key: str) -> str:
+        """Where the value of ``key`` was written: a file, "command line" or "default"; for a table maybe several."""
+        inner = {source: None for name, source in self._sources.items() if f"{name}.".startswith(f"{key}.")}
+        outer = [source for name, source in self._sources.items() if key.startswith(f"{name}.")]
+        return " and ".join(inner or outer) or "default"
+
+    def value(self, key: str) -> Any:
+        """The value of ``key``, or UNKNOWN where the configuration has none."""
+        found: Any = self
+        for name, options in self.converter_args.items():
+            if key.startswith(f"{name}."):
+                found, key = options, key.removeprefix(f"{name}.")
+        for part in key.split("."):
+            found = found.get(part, UNKNOWN) if isinstance(found, Mapping) else getattr(found, part, UNKNOWN)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, JobConfig):
+            return NotImplemented
+        origin = {"job": {"config_file"}}
+        return self.model_dump(exclude=origin) == other.model_dump(exclude=origin)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> JobConfig:
+        total, steps = self.lr_scheduler.total_steps, self.training.steps
+        if total is not None and total < steps:
+            raise ConfigError(
+                "lr_scheduler.total_steps",
+                f"the curve ends before training.steps={steps}; make it at least that, or leave it out",
+            )
+        loader = self.training.dataloader
+        if loader.prefetch_factor is not None and loader.num_workers == 0:
+            raise ConfigError(
+                "training.dataloader.prefetch_factor",
+                "there are no workers to prepare batches; set training.dataloader.num_workers as well",
+            )
+        if not self.checkpoint.enable:
+            for name, off in (("initial_load_path", None), ("load_step", -1)):
+                if getattr(self.checkpoint, name) != off:
+                    raise ConfigError(f"checkpoint.{name}", "nothing is loaded without checkpoint.enable = true")
+        return self
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel], dict[str, Option]]]:
+    options = {}
+    inner = []
+    for name, field in model.model_fields.items():
+        # In Python 3.10 list[str] passes for a class as well.
+        if (
+            inspect.isclass(field.annotation)
+            and not get_origin(field.annotation)
+            and issubclass(field.annotation, Section)
+        ):
+            inner.append((f"{prefix}{name}", field.annotation))
+        else:
+            options[f"{prefix}{name}"] = option_from_field(name, field)
+    if prefix:
+        yield prefix[:-1], model, options
+    for name, section in inner:
+        yield from _walk(section, f"{name}.")
+
+
+SECTIONS: dict[str, str] = {}
+"""Name of each section → what it is about; in the order they are shown."""
+KEYS: dict[str, Option] = {}
+"""Every declared key, by its full name."""
+for _name, _model, _options in _walk(JobConfig, ""):
+    SECTIONS[_name] = _model.__doc__ or ""
+    KEYS.update(_options)
+
+TABLES = frozenset(name for name, option in KEYS.items() if isinstance(option.default, dict))
+"""Keys that hold a table whose entries are given and shown one by one."""

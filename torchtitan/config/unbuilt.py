@@ -1,0 +1,234 @@
+"""Keys that are known but not built yet: only the value that asks for nothing is accepted.
+
+A key leaves this table when schema.py or a registered part takes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.config.options import CommandLineText, Option
+from torchtitan.config.toml import value_text
+from torchtitan.errors import ConfigError
+
+ABSENT: Any = object()
+"""No value of the key asks for nothing."""
+
+
+@dataclass(frozen=True)
+class Unbuilt:
+    """A key that accepts only ``off``, and why."""
+
+    off: Any
+    why: str
+
+    def refuse_unless_off(self, value: Any, *, key: str) -> None:
+        """ConfigError, naming ``key``, if ``value`` asks for something."""
+        if self.off is not ABSENT:
+            if isinstance(value, CommandLineText):
+                with contextlib.suppress(ConfigError):  # what cannot be read as the off value's type is not that value
+                    value = Option(key, Any | None if self.off is None else type(self.off)).read(value, key=key)
+            if value == self.off and isinstance(value, bool) == isinstance(self.off, bool):
+                return
+        leave = "leave it out" if self.off in (None, ABSENT) else f"leave it at {value_text(self.off)}"
+        raise ConfigError(key, f"{self.why}; {leave}")
+
+
+UNBUILT: dict[str, Unbuilt] = {}
+
+
+def _add(section: str, what: str, keys: Mapping[str, Any], why: str = "is not built yet") -> None:
+    UNBUILT.update({f"{section}.{name}": Unbuilt(off, f"{what} {why}".strip()) for name, off in keys.items()})
+
+
+_add("job", "", {"save_config_file": None}, "the resolved configuration is always written, to config.toml")
+_add("job", "", {"custom_config_module": ""}, "options of your own parts need no class: see job.imports")
+_add(
+    "profiling",
+    "profiling",
+    {
+        "enable_profiling": False,
+        "save_traces_folder": "profile_traces",
+        "profile_freq": 10,
+        "profiler_active": 1,
+        "profiler_warmup": 3,
+        "enable_memory_snapshot": False,
+        "save_memory_snapshot_folder": "memory_snapshot",
+    },
+)
+_add("metrics", "one log a rank", {"save_for_all_ranks": False})
+_add("model", "", {"norm_type": "rmsnorm"}, "every family has its own norm")
+_add("optimizer", "a step inside the backward pass", {"early_step_in_backward": False})
+_add("optimizer", "more than one group of parameters", {"groups": ABSENT})
+_add("loss", "the loss in pieces", {"chunks": ABSENT})
+_add("training", "the report of reference cycles", {"gc_debug": False})
+_add("data", "a blend of data sets", {"sources": ABSENT})
+_add(
+    "parallelism",
+    "tensor parallelism",
+    {"tensor_parallel_degree": 1, "disable_loss_parallel": False, "enable_async_tensor_parallel": False},
+)
+_add(
+    "parallelism",
+    "pipeline parallelism",
+    {
+        "pipeline_parallel_degree": 1,
+        "module_fqns_per_model_part": None,
+        "pipeline_parallel_first_stage_less_layers": 1,
+        "pipeline_parallel_last_stage_less_layers": 1,
+        "pipeline_parallel_layers_per_stage": None,
+        "pipeline_parallel_schedule": "1F1B",
+        "pipeline_parallel_schedule_csv": "",
+        "pipeline_parallel_microbatch_size": 1,
+        "pipeline_parallel_expert_parallel_overlap": True,
+    },
+)
+_add(
+    "parallelism",
+    "context parallelism",
+    {
+        "context_parallel_degree": 1,
+        "context_parallel_load_balancer": "headtail",
+        "context_parallel_method": "gather",
+    },
+)
+_add(
+    "parallelism",
+    "expert parallelism",
+    {"expert_parallel_degree": 1, "expert_tensor_parallel_degree": 1, "expert_parallel_comm_backend": "standard"},
+)
+_add("checkpoint", "asynchronous saving", {"async_mode": "disabled"})
+_add(
+    "checkpoint",
+    "a model-only export",
+    {"last_save_model_only": False, "last_save_in_hf": False, "export_dtype": "float32"},
+)
+_add(
+    "checkpoint",
+    "loading Hugging Face weights",
+    {"initial_load_in_hf": False, "initial_load_in_hf_quantized": False},
+)
+_add("checkpoint", "", {"create_seed_checkpoint": False}, "weights are the same in every layout: none is needed")
+_add("checkpoint", "", {"interval_type": "steps"}, "intervals are counted in steps")
+_add("checkpoint", "keeping every n-th step", {"keep_every_n_steps": ABSENT})
+_add("checkpoint", "fault tolerance by replicas", {"enable_ft_dataloader_checkpoints": True})
+_add(
+    "activation_checkpoint",
+    "activation checkpointing",
+    {
+        "mode": "none",
+        "selective_ac_option": "2",
+        "per_op_sac_force_recompute_mm_shapes_by_fqns": ["moe.router.gate"],
+        "early_stop": False,
+        "memory_budget": 0.5,
+        "visualize_memory_budget_pareto": False,
+        "preserve_rng_state": True,
+        "determinism_check": "default",
+        "debug": False,
+    },
+)
+_add("compile", "compiling the model", {"enable": False, "components": ["model", "loss"], "backend": "inductor"})
+_add(
+    "quantize.linear.float8",
+    "float8",
+    {
+        "enable_fsdp_float8_all_gather": False,
+        "precompute_float8_dynamic_scale_for_fsdp": False,
+        "recipe_name": None,
+        "filter_fqns": [],
+        "emulate": False,
+    },
+)
+_add("quantize.grouped_mm.float8", "float8", {"fqns": []})
+_add(
+    "quantize.linear.mx",
+    "MXFP8",
+    {"mxfp8_dim1_cast_kernel_choice": "triton", "recipe_name": "mxfp8_cublas", "filter_fqns": ["output"]},
+)
+_add("quantize.grouped_mm.mx", "MXFP8", {"recipe_name": "mxfp8", "fqns": []})
+_add(
+    "comm",
+    "the flight recorder",
+    {"trace_buf_size": 0, "save_traces_folder": "comm_traces", "save_traces_file_prefix": "rank_"},
+)
+_add("comm", "a run without its world", {"mode": "default", "fake_rank": ABSENT})
+_add("memory_estimation", "estimating memory", {"enable": False, "disable_fake_mode": False})
+_add(
+    "fault_tolerance",
+    "fault tolerance by replicas",
+    {
+        "enable": False,
+        "process_group": "gloo",
+        "process_group_timeout_ms": 10000,
+        "replica_id": 0,
+        "group_size": 0,
+        "min_replica_size": 1,
+        "semi_sync_method": None,
+        "sync_steps": 5,
+        "should_quantize": False,
+        "fragment_sync_delay": 0,
+        "fragment_update_alpha": 0.0,
+        "module_fqns_per_model_fragment": [],
+        "num_fragments": 1,
+    },
+)
+_add(
+    "validation",
+    "validation",
+    {
+        "enable": False,
+        "dataset": "c4_validation",
+        "dataset_path": None,
+        "local_batch_size": 8,
+        "seq_len": 2048,
+        "freq": 10,
+        "steps": -1,
+        "dataloader.num_workers": 0,
+        "dataloader.persistent_workers": False,
+        "dataloader.pin_memory": False,
+        "dataloader.prefetch_factor": None,
+        "sets": ABSENT,
+    },
+)
+_add(
+    "guard",
+    "the guard of a run",
+    {
+        "nonfinite": ABSENT,
+        "max_skipped": ABSENT,
+        "grad_norm_spike": ABSENT,
+        "replica_check_freq": ABSENT,
+        "straggler_ratio": ABSENT,
+    },
+)
+_add("debug", "mixture of experts", {"moe_force_load_balance": False})
+
+UNBUILT_CHOICES: dict[str, dict[str, str]] = {
+    "data.order": {"source": "the order of foreign loaders"},
+    "data.packing": {"documents": "packing by documents", "best_fit": "packing by documents"},
+    "training.dataset": {
+        "c4": "reading from the Hugging Face hub",
+        "c4_validation": "reading from the Hugging Face hub",
+        "parquet": "reading parquet",
+        "nanoset": "reading Nanotron's tokens",
+        "megatron": "reading Megatron's tokens",
+    },
+    "model.converters": {
+        "float8": "float8",
+        "quantize.linear.float8": "float8",
+        "quantize.grouped_mm.float8": "float8",
+        "quantize.linear.mx": "MXFP8",
+        "quantize.grouped_mm.mx": "MXFP8",
+    },
+}
+"""Key → values that are known but not built yet, unless somebody has registered them → what they ask for."""
+
+
+def refuse_unbuilt_choice(key: str, value: Any, *, instead: Sequence[str]) -> None:
+    """ConfigError if ``value`` asks ``key`` for what is not built yet, naming what may stand there ``instead``."""
+    what = UNBUILT_CHOICES.get(key, {}).get(value) if isinstance(value, str) else None
+    if what is not None:
+        raise ConfigError(key, f"{what} is not built yet; known: {', '.join(instead) or 'none'}")

@@ -1,0 +1,28 @@
+"""The one error that a person can mend by changing the configuration.
+
+How it is printed is in ``config/load.py``; bugs and broken machines raise other errors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+UNKNOWN: Any = object()
+"""Stands where an error does not say the value; None is a value."""
+
+
+class ConfigError(ValueError):
+    """``key`` is what to change (``optimizer.beta1``), None where no key is to blame; ``problem`` says what and how.
+
+    ``value`` and ``source`` are filled in by who knows them; ``more`` counts the other keys that are wrong as well.
+    """
+
+    def __init__(self, key: str | None, problem: str) -> None:
+        super().__init__(key, problem)
+        self.key, self.problem = key, problem
+        self.value: Any = UNKNOWN
+        self.source: str | None = None
+        self.more = 0
+
+    def __str__(self) -> str:
+        return self.problem if self.key is None else f"{self.key}: {self.problem}"

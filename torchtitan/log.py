@@ -1,0 +1,47 @@
+"""The log: lines as TorchTitan prints them, on every rank (torchrun shows those of ``LOG_RANK``).
+
+What is measured each step goes through ``observe/``; this is for sentences.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+logger = logging.getLogger("titan")
+
+# The name in the middle is the root logger's: dashboards that read TorchTitan's lines look for it.
+_FORMAT = "[titan] %(asctime)s - root - %(levelname)s - %(message)s"
+_YELLOW, _RED, _RESET = "\033[33m", "\033[31m", "\033[39m"
+_noted: set[str] = set()
+
+
+class _Colored(logging.Formatter):
+    """Warnings yellow and errors red, so that they are found among thousands of lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        if record.levelno < logging.WARNING:
+            return line
+        return f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{line}{_RESET}"
+
+
+def init_logger(color: bool = True) -> None:
+    """Send the log to standard error; called again it changes only the color.
+
+    Only a terminal is colored, and not where NO_COLOR is set (no-color.org).
+    """
+    colored = color and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter((_Colored if colored else logging.Formatter)(_FORMAT))
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def note_once(message: str) -> None:
+    """Warn of ``message`` once in this run: the first time, on rank 0."""
+    if os.environ.get("RANK", "0") == "0" and message not in _noted:
+        _noted.add(message)
+        logger.warning(message)
