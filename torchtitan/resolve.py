@@ -112,7 +112,7 @@ def _sinks(config: JobConfig) -> dict[str, partial[Any]]:
     options: dict[str, dict[str, Any]] = {"console": {"color": not metrics.disable_color_printing}, "jsonl": {}}
     if metrics.enable_tensorboard:
         options["tensorboard"] = {"folder": metrics.save_tb_folder}
-    if getattr(metrics, "enable_wandb", False):
+    if metrics.enable_wandb:
         options["wandb"] = {}
     options |= {name: metrics.sink_args.get(name, {}) for name in metrics.sinks}
     for name in options:

@@ -30,7 +30,9 @@ BASE = [
     f"--training.steps={STEPS}",
     "--training.max_norm=0",
     "--training.mixed_precision_param=float32",
-    "--optimizer.lr=3e-4",
+    "--optimizer.lr=1e-3",
+    # Adam's update of a gradient near zero is its sign: a larger eps keeps rounding from being turned into steps.
+    "--optimizer.eps=1e-4",
     "--lr_scheduler.warmup_steps=2",
     "--tokenizer.name=bytes",
     "--data.bos_id=256",
