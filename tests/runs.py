@@ -62,7 +62,7 @@ def run_job(world: World, argv: Sequence[str]) -> Outcome:
     """Run the trainer to its end on the ranks of ``world``."""
     config = load_config(argv)
     Path(config.job.dump_folder).mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(resolve_job(config, world.size), world, StopRequest(config.job.max_duration_minutes))
+    trainer = Trainer(resolve_job(config, world.size), world)
     own_rows: list[list[str]] = []
     step = trainer.train_step
 
@@ -71,7 +71,7 @@ def run_job(world: World, argv: Sequence[str]) -> Outcome:
         return step(batches, num_valid)
 
     trainer.train_step = spy  # type: ignore[method-assign]
-    finished = trainer.run()
+    finished = trainer.run(StopRequest())
     trainer.close()
     everyones = world.gather(own_rows)
     lines = metrics(Path(config.job.dump_folder)) if world.rank == 0 else []

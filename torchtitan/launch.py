@@ -3,6 +3,7 @@
 Several machines are started by torchrun or a scheduler directly; nothing here trains.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -12,10 +13,13 @@ from pathlib import Path
 from types import FrameType
 
 from torchtitan.config import ConfigError, JobConfig, describe_error, load_config
+from torchtitan.log import init_logger, logger
 from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, STOPPED, End
 from torchtitan.train import main as train_main
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_stopped: list[int] = []
+"""Signals that were passed on to the workers."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
     if {"--help", "-h", "--version"} & set(argv):
         return train_main(argv)
     for number in _FORWARDED:
-        signal.signal(number, _forward)
+        signal.signal(number, _stop)
+    init_logger()
+    logger.setLevel(logging.ERROR)  # what there is to note, the run notes itself
     config = None
     try:
         config = load_config(argv)
@@ -70,12 +76,18 @@ def _torchrun(config: JobConfig, processes: int, argv: Sequence[str]) -> int:
         # What asks a run to stop is passed on by _forward: the agent itself would kill workers that are still saving.
         "--signals-to-handle": "SIGHUP,SIGQUIT",
     }
+    for number in _FORWARDED:
+        signal.signal(number, _forward)
     try:
         torchrun([word for pair in options.items() for word in pair] + ["-m", "torchtitan.train", *argv])
     except ChildFailedError as error:
         end = End.read(Path(config.job.dump_folder), since=started)
         if end is None:
+            if _stopped:  # before the first step, when there was nothing to save
+                return STOPPED
             rank, failure = error.get_first_failure()
+            if failure.exitcode == BAD_CONFIG:  # it has said why
+                return BAD_CONFIG
             print(f"rank {rank} ended with {failure.exitcode} ({failure.message})", file=sys.stderr)
             return FAILED
         if end.error is not None:
@@ -84,11 +96,17 @@ def _torchrun(config: JobConfig, processes: int, argv: Sequence[str]) -> int:
     return DONE
 
 
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Asked to stop before anything has begun: start it again to go on."""
+    raise SystemExit(STOPPED)
+
+
 def _forward(number: int, frame: FrameType | None) -> None:
     """Pass a request to stop on to the workers, which are this process's only children."""
+    _stopped.append(number)
     children = {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
     if not children:
-        raise SystemExit(STOPPED)
+        _stop(number, frame)
     for pid in children:
         os.kill(pid, number)
 

@@ -5,7 +5,6 @@ Nothing is built here that computes or writes; the trainer builds from what stan
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +27,7 @@ from torchtitan.observe.sinks import SINKS, check_packages
 from torchtitan.optim.optimizers import OPTIMIZERS, parameter_groups
 from torchtitan.optim.schedules import SCHEDULES, Schedule
 from torchtitan.registry import unknown_name
+from torchtitan.resilience.folder import check_folder
 from torchtitan.transforms import CONVERTERS, Converter
 
 
@@ -57,7 +57,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     Reads files only to see that they are there and what they are.
     """
     training, model, data = config.training, config.model, config.data
-    _check_writable(Path(config.job.dump_folder))
+    check_folder(Path(config.job.dump_folder))
     degrees = Degrees(
         config.parallelism.data_parallel_replicate_degree, config.parallelism.data_parallel_shard_degree
     ).resolve(world_size)
@@ -128,14 +128,6 @@ def finished_step(config: JobConfig) -> int | None:
         return None
     steps = StepFolders(Path(config.job.dump_folder) / keys.folder).steps()
     return steps[-1] if steps and steps[-1] >= config.training.steps else None
-
-
-def _check_writable(folder: Path) -> None:
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ConfigError("job.dump_folder", f"{existing} is a file")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError("job.dump_folder", f"{existing} cannot be written to")
 
 
 def resolve_args(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> Any:

@@ -3,18 +3,28 @@
 Nothing here knows what a step is.
 """
 
+from __future__ import annotations
+
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchtitan import __version__
 from torchtitan.checkpoint.storage import CheckpointError
 from torchtitan.config import ConfigError, JobConfig, describe_error, help_text, load_config, to_toml
 from torchtitan.log import init_logger, logger
 from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, STOPPED, End
+from torchtitan.resilience.folder import own_folder
+from torchtitan.resilience.guard import StopRequest, die_when_signalled
+
+if TYPE_CHECKING:  # torch costs seconds, and a mistyped key is told before
+    from torchtitan.resolve import Job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,49 +48,58 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config: JobConfig) -> int:
     """Run the job that ``config`` describes in the world that the launcher made; returns the exit code."""
-    from torchtitan.distributed.world import init_world, set_determinism, world_size
-    from torchtitan.resilience.guard import StopRequest
+    started = time.monotonic()
+    from torchtitan.distributed.world import world_size
     from torchtitan.resolve import finished_step, resolve_job
 
-    stop = StopRequest(config.job.max_duration_minutes)
+    die_when_signalled()
     job = resolve_job(config, world_size())
     if (step := finished_step(config)) is not None:
         logger.info(f"nothing left to do: {config.job.dump_folder} holds step {step} of {config.training.steps}")
         return DONE
+    folder = Path(config.job.dump_folder)
+    # Before the process group: who may not write there must not say so there.
+    with own_folder(folder) if os.environ.get("RANK", "0") == "0" else nullcontext():
+        return run(job, folder, started)
+
+
+def run(job: Job, folder: Path, started: float) -> int:
+    """Train ``job``, leaving in ``folder`` how it ended; returns the exit code."""
+    from torchtitan.distributed.world import init_world, set_determinism
     from torchtitan.trainer import Trainer
 
-    folder = Path(config.job.dump_folder)
-    debug = config.debug
+    config, debug = job.config, job.config.debug
     trainer = None
     try:
         with init_world(init_timeout_seconds=config.comm.init_timeout_seconds) as world:
             if world.rank == 0:
-                open_folder(folder, config)
+                End.forget(folder)
+                write_config(folder, config)
             world.barrier()
             set_determinism(debug.seed, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only)
-            trainer = Trainer(job, world, stop)
-            end = End("done", DONE) if trainer.run() else End("stopped", STOPPED)
+            trainer = Trainer(job, world)
+            # Only now: until the first step there is nothing to save, and whoever wants to stop is obeyed at once.
+            stop = StopRequest(config.job.max_duration_minutes, started)
+            end = End("done", DONE) if trainer.run(stop) else End("stopped", STOPPED)
             trainer.close()
             if world.rank == 0:
-                logger.info(
-                    f"{end.reason} at step {trainer.state.step}{f' after {stop.reason}' if stop.reason else ''}"
-                )
+                why = f" after {stop.reason}" if stop.reason else ""
+                logger.info(f"{end.reason} at step {trainer.state.step}{why}")
                 replace(end, step=trainer.state.step).write(folder)
         return end.exit_code
     except (Exception, KeyboardInterrupt) as error:
         return fail(error, config, trainer.state.step if trainer else None)
 
 
-def open_folder(folder: Path, config: JobConfig) -> None:
-    """Make the run's folder, leave the configuration in it, and forget how an earlier run there ended."""
+def write_config(folder: Path, config: JobConfig) -> None:
+    """Leave the resolved configuration in the run's folder."""
+    text = to_toml(config)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        End.forget(folder)
-        (folder / "config.toml").write_text(to_toml(config))
+        (folder / "config.toml").write_text(text)
     except OSError as error:
         raise ConfigError("job.dump_folder", f"cannot be written: {error}") from None
     if config.job.print_config:
-        logger.info(f"the configuration:\n{to_toml(config)}")
+        logger.info(f"the configuration:\n{text}")
 
 
 def fail(error: BaseException, config: JobConfig, step: int | None) -> int:

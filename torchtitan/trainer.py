@@ -86,9 +86,9 @@ class ScheduleStart(_Numbers):
 class Trainer:
     """One run: its parts, its state, its loop. Built and run by all ranks together."""
 
-    def __init__(self, job: Job, world: World, stop: StopRequest) -> None:
+    def __init__(self, job: Job, world: World) -> None:
         config = job.config
-        self.job, self.world, self.stop = job, world, stop
+        self.job, self.world = job, world
         self.steps = config.training.steps
         self.topology = build_topology(job.degrees, world)
         rows = self._open_rows()
@@ -153,7 +153,7 @@ class Trainer:
         self.optimizer.step()
         return torch.stack(losses).sum(), norm
 
-    def run(self) -> bool:
+    def run(self, stop: StopRequest) -> bool:
         """Train to the last step (True), or until any rank is asked to stop (False); then save."""
         config, state = self.job.config, self.state
         first_step = state.step + 1
@@ -163,8 +163,9 @@ class Trainer:
         while state.step < self.steps:
             rows = clock.next_of(batches)
             own_valid = sum(batch.num_valid() for batch in rows)
-            num_valid, stop = self.world.sum([own_valid, float(bool(self.stop))])
-            if stop:
+            # That somebody wants to stop travels with the count, so that all ranks stop at the same step.
+            num_valid, stopping = self.world.sum([own_valid, float(bool(stop))])
+            if stopping:
                 break
             loss, norm = self.train_step(rows, max(num_valid, 1.0))
             state.tokens_seen += state.global_batch_size * config.training.seq_len

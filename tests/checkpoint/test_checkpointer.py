@@ -207,7 +207,7 @@ def poisoned(world: World, argv: list[str], at: int) -> tuple[str, bool, int]:
     from torchtitan.resolve import resolve_job
     from torchtitan.trainer import NonFiniteError, Trainer
 
-    trainer = Trainer(resolve_job(load_config(argv), world.size), world, StopRequest())
+    trainer = Trainer(resolve_job(load_config(argv), world.size), world)
     before: list[torch.Tensor] = []
     forward_backward = trainer.runner.forward_backward
 
@@ -221,7 +221,7 @@ def poisoned(world: World, argv: list[str], at: int) -> tuple[str, bool, int]:
 
     trainer.runner.forward_backward = poison  # type: ignore[method-assign]
     try:
-        trainer.run()
+        trainer.run(StopRequest())
     except NonFiniteError as error:
         same = all(torch.equal(p.to_local(), old) for p, old in zip(trainer.parameters, before, strict=True))
         return str(error), same, trainer.state.step

@@ -119,7 +119,7 @@ def test_version() -> None:
         (["--optimizer.weight_decay_exclude=*bias"], ["optimizer.weight_decay_exclude", "*bias"]),
         (["--model.converters=quantize.linear.float9"], ["model.converters"]),
         (["--metrics.sinks=carrier_pigeon"], ["metrics.sinks", "console"]),
-        (["--job.dump_folder=/proc/here"], ["job.dump_folder", "cannot be written"]),
+        (["--job.dump_folder=/proc/here"], ["job.dump_folder", "cannot be made"]),
         (["--job.imports=no_such_module"], ["job.imports", "no_such_module"]),
         (["--parallelism.tensor_parallel_degree=2"], ["parallelism.tensor_parallel_degree", "not built yet"]),
     ],
@@ -186,8 +186,9 @@ def test_an_error_on_one_rank_ends_all_and_is_the_last_thing_shown(
     assert (left["reason"], left["exit_code"], left["rank"], left["step"]) == ("failed", 1, rank, 2)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    ("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1), (signal.SIGINT, 2)], ids=["TERM", "USR1", "INT"]
+)
 def test_a_signal_ends_the_step_saves_and_exits_75(tmp_path: Path, number: signal.Signals, ranks: int) -> None:
     argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable", "--checkpoint.interval=100000")
     workers = ["--training.dataloader.num_workers=1"]
@@ -224,6 +225,39 @@ def test_the_time_limit_ends_the_run_like_a_signal(tmp_path: Path) -> None:
     ended = run([*TRAIN, *argv])
     assert ended.returncode == 75, ended.stderr
     assert "max_duration_minutes" in ended.stderr
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    argv = tiny_argv(tmp_path, "--training.steps=100000")
+    environment = {**os.environ, **_on_path({"NGPU": "1"})}
+    with subprocess.Popen(
+        ["./run_train.sh", *argv], cwd=CHECKOUT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as first:
+        wait_for_step(tmp_path / "run", 3)
+        second = launch(argv, 2)
+        assert second.returncode == 2
+        assert "another run is writing to" in second.stderr + second.stdout
+        assert not (tmp_path / "run" / "end.json").exists()
+        first.send_signal(signal.SIGTERM)
+        first.wait(60)
+    assert first.returncode == 75
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 1 + end(tmp_path / "run")["step"]))
+
+
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "slow_parts.py").write_text(
+        "import time\nfrom torchtitan.loss import LOSSES\n"
+        "@LOSSES.register('slow')\ndef slow():\n    open('started', 'w').close()\n    time.sleep(100)\n"
+    )
+    argv = tiny_argv(tmp_path, "--job.imports=slow_parts", "--loss.name=slow")
+    environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{tmp_path}"}
+    with subprocess.Popen([*TRAIN, *argv], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == -signal.SIGTERM
+    assert not (tmp_path / "run").exists()
 
 
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from tests.launch import run_ranks
 from tests.runs import tiny_argv
 from torchtitan.config import load_config
 from torchtitan.distributed.world import World
-from torchtitan.resilience.guard import StopRequest
 from torchtitan.resolve import resolve_job
 from torchtitan.trainer import Trainer
 
@@ -23,7 +22,7 @@ POLICIES = {
 
 
 def dtypes_seen(world: World, argv: list[str]) -> dict[str, Any]:
-    trainer = Trainer(resolve_job(load_config(argv), world.size), world, StopRequest())
+    trainer = Trainer(resolve_job(load_config(argv), world.size), world)
     (model,) = trainer.runner.parts
     seen: dict[str, Any] = {}
     block = model.layers["1"]

@@ -15,7 +15,6 @@ from torchtitan.config import load_config
 from torchtitan.data.batch import IGNORE_INDEX, Batch
 from torchtitan.distributed.world import World
 from torchtitan.models.init import Normal, draw
-from torchtitan.resilience.guard import StopRequest
 from torchtitan.resolve import resolve_job
 from torchtitan.trainer import Trainer
 
@@ -90,7 +89,7 @@ def widen(trainer: Trainer) -> None:
 
 
 def record(world: World, argv: list[str], sabotage: str | None = None) -> Record:
-    trainer = Trainer(resolve_job(load_config(argv), world.size), world, StopRequest())
+    trainer = Trainer(resolve_job(load_config(argv), world.size), world)
     initial = {name: full(p) for name, p in trainer.named_parameters}
     widen(trainer)
     gradients: dict[str, torch.Tensor] = {}

@@ -13,15 +13,23 @@ from torchtitan.log import logger
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
+def die_when_signalled() -> None:
+    """End at once when asked to stop, even inside a wait for other ranks, where Python's own handlers never run."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 class StopRequest:
     """Becomes true once this process is asked to stop, by a signal or by ``max_duration_minutes`` running out.
 
-    The step in progress ends as usual. A second Ctrl-C stops at once.
+    The minutes count from ``started`` (``time.monotonic()``; None: now). The step in progress ends as usual. A second
+    Ctrl-C stops at once.
     """
 
-    def __init__(self, max_duration_minutes: float | None = None) -> None:
+    def __init__(self, max_duration_minutes: float | None = None, started: float | None = None) -> None:
         self.reason: str | None = None
-        self._deadline = None if max_duration_minutes is None else time.monotonic() + 60 * max_duration_minutes
+        begin = time.monotonic() if started is None else started
+        self._deadline = None if max_duration_minutes is None else begin + 60 * max_duration_minutes
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
 

@@ -1,0 +1,45 @@
+"""The folder of a run: can it be written, and does no other run write there.
+
+What is left in it is said by whoever leaves it.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan.errors import ConfigError
+
+_KEY = "job.dump_folder"
+
+
+def check_folder(folder: Path) -> None:
+    """ConfigError if a run could not use ``folder``; writes nothing."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(_KEY, f"{existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(_KEY, f"{existing} cannot be written to")
+
+
+@contextmanager
+def own_folder(folder: Path) -> Iterator[None]:
+    """Make ``folder`` and keep other runs out of it until the block ends or this process dies; ConfigError if it cannot
+    be made or another run holds it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(_KEY, f"cannot be made: {error}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(_KEY, f"another run is writing to {folder}; end it, or choose another folder") from None
+    except OSError:
+        pass  # a file system without locks keeps nobody out
+    try:
+        yield
+    finally:
+        os.close(descriptor)
