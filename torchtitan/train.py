@@ -6,6 +6,7 @@ Nothing here knows what a step is.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 import traceback
@@ -76,6 +77,11 @@ def run(job: Job, folder: Path, started: float) -> int:
                 End.forget(folder)
                 write_config(folder, config)
             world.barrier()
+            if config.checkpoint.enable and not (folder / "config.toml").exists():
+                host = socket.gethostname()
+                raise ConfigError(
+                    "job.dump_folder", f"{folder} on {host} is not the one that rank 0 writes to; share it"
+                )
             set_determinism(debug.seed, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only)
             trainer = Trainer(job, world)
             # Only now: until the first step there is nothing to save, and whoever wants to stop is obeyed at once.

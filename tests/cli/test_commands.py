@@ -211,6 +211,40 @@ def test_a_signal_ends_the_step_saves_and_exits_75(tmp_path: Path, number: signa
     assert metrics(tmp_path / "run")[-1]["step"] == left["step"]
 
 
+def workers_of(launcher: int) -> list[int]:
+    """Process ids of the ranks that a launcher started."""
+    children = [path.read_text().split() for path in Path(f"/proc/{launcher}/task").glob("*/children")]
+    return sorted(int(pid) for pids in children for pid in pids)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, 1)], ids=["TERM", "KILL"])
+def test_what_happens_to_one_rank_happens_to_all(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable", "--training.dataloader.num_workers=2")
+    environment = {**os.environ, **_on_path({"NGPU": "2"})}
+    with subprocess.Popen(
+        ["./run_train.sh", *argv],
+        cwd=CHECKOUT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        wait_for_step(tmp_path / "run", 3)
+        workers = workers_of(process.pid)
+        assert len(workers) == 2
+        os.kill(workers[1], number)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == code, output
+    left = end(tmp_path / "run")
+    assert left["exit_code"] == code
+    if code == 75:
+        assert [p.name for p in (tmp_path / "run" / "checkpoint").iterdir()] == [f"step-{left['step']}"]
+    deadline = time.monotonic() + 10  # loader workers follow within seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
 def wait_for_step(folder: Path, step: int, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
