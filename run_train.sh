@@ -5,5 +5,5 @@
 #   LOG_RANK     ranks whose output is shown, comma-separated (default: 0)
 # Everything else is an override: ./run_train.sh --training.steps 20 --optimizer.lr 1e-3
 set -euo pipefail
-config=${CONFIG_FILE:-"$(dirname "$0")/train_configs/debug_model.toml"}
+config=${CONFIG_FILE:-"$(dirname "$(readlink -f "$0")")/train_configs/debug_model.toml"}
 exec python -m torchtitan.launch --job.config_file "$config" "$@"

@@ -15,7 +15,9 @@ def logged(run: Path) -> dict[int, dict[str, float]]:
 def main(one: Path, other: Path) -> None:
     a, b = logged(one), logged(other)
     steps = sorted(a.keys() & b.keys())
-    print(f"{'step':>5}  {'loss ' + one.name:>14}  {'loss ' + other.name:>14}  {'difference':>10}  {'of grad_norm':>12}")
+    print(
+        f"{'step':>5}  {'loss ' + one.name:>14}  {'loss ' + other.name:>14}  {'difference':>10}  {'of grad_norm':>12}"
+    )
     largest = {"loss": 0.0, "grad_norm": 0.0}
     for step in steps:
         differences = {key: abs(a[step][key] - b[step][key]) for key in largest}

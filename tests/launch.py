@@ -3,6 +3,7 @@
 The ranks are forked from a server process that has torch imported, so that a launch costs a fraction of a second.
 """
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -57,10 +58,9 @@ def _await(processes: list[Any], folder: Path, deadline: float) -> None:
 
 
 def _kill_session(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)  # with its loader workers
-    except ProcessLookupError:
-        os.kill(pid, signal.SIGKILL)  # it had no time to start a session
+    for kill in (os.killpg, os.kill):  # with its loader workers; itself, if it had no time to start a session
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def _rank(target: Callable[..., Any], rank: int, ranks: int, folder: Path, args: tuple[Any, ...]) -> None:

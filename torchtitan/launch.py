@@ -14,10 +14,10 @@ from types import FrameType
 
 from torchtitan.config import ConfigError, JobConfig, describe_error, load_config
 from torchtitan.log import init_logger, logger
-from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, STOPPED, End
+from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, LAUNCHER, STOPPED, End
 from torchtitan.train import main as train_main
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _stopped: list[int] = []
 """Signals that were passed on to the workers."""
 
@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load_config(argv)
         processes = _processes()
+        shown = _shown_ranks(processes)
         # Imported late: a mistyped key is told in a fraction of a second.
         from torchtitan.resolve import resolve_job
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(describe_error(error, config), file=sys.stderr)
         return BAD_CONFIG
-    return _torchrun(config, processes, argv)
+    return _torchrun(config, processes, shown, argv)
 
 
 def _processes() -> int:
@@ -52,12 +53,19 @@ def _processes() -> int:
         import torch
 
         return torch.accelerator.device_count() or 1
-    if not text.isdigit() or int(text) == 0:
+    if not text.isdecimal() or int(text) == 0:
         raise ConfigError(None, f"NGPU={text} must be a number of processes, 1 or more")
     return int(text)
 
 
-def _torchrun(config: JobConfig, processes: int, argv: Sequence[str]) -> int:
+def _shown_ranks(processes: int) -> str:
+    text = os.environ.get("LOG_RANK", "0")
+    if not all(rank.isdecimal() and int(rank) < processes for rank in text.split(",")):
+        raise ConfigError(None, f"LOG_RANK={text} must be ranks below {processes}, comma-separated")
+    return text
+
+
+def _torchrun(config: JobConfig, processes: int, shown: str, argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -70,17 +78,26 @@ def _torchrun(config: JobConfig, processes: int, argv: Sequence[str]) -> int:
         "--nproc_per_node": str(processes),
         "--rdzv_backend": "c10d",
         "--rdzv_endpoint": "localhost:0",
-        "--local-ranks-filter": os.environ.get("LOG_RANK", "0"),
+        "--local-ranks-filter": shown,
         "--role": "rank",
         "--tee": "3",
         # What asks a run to stop is passed on by _forward: the agent itself would kill workers that are still saving.
-        "--signals-to-handle": "SIGHUP,SIGQUIT",
+        "--signals-to-handle": "SIGQUIT",
     }
+    os.environ[LAUNCHER] = "1"
+    # How the run ended is said below, in one line, and by the run itself.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for number in _FORWARDED:
         signal.signal(number, _forward)
     try:
         torchrun([word for pair in options.items() for word in pair] + ["-m", "torchtitan.train", *argv])
     except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0 and -failure.exitcode not in _FORWARDED:
+                name = signal.Signals(-failure.exitcode).name
+                hint = " (by the system, if memory ran out)" if -failure.exitcode == signal.SIGKILL else ""
+                print(f"rank {rank} was killed by {name}{hint}", file=sys.stderr)
+                return FAILED
         end = End.read(Path(config.job.dump_folder), since=started)
         if end is None:
             if _stopped:  # before the first step, when there was nothing to save

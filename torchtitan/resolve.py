@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from torchtitan.checkpoint.storage import StepFolders
+from torchtitan.checkpoint.checkpointer import find_step
+from torchtitan.checkpoint.storage import CheckpointError, Manifest, StepFolders, damage
 from torchtitan.config import JobConfig
 from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
@@ -58,6 +59,8 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     """
     training, model, data = config.training, config.model, config.data
     check_folder(Path(config.job.dump_folder))
+    if config.checkpoint.enable:
+        _check_checkpoints(config)
     degrees = Degrees(
         config.parallelism.data_parallel_replicate_degree, config.parallelism.data_parallel_shard_degree
     ).resolve(world_size)
@@ -121,13 +124,33 @@ def _sinks(config: JobConfig) -> dict[str, partial[Any]]:
     return {name: SINKS.bind(name, own, key=f"metrics.sink_args.{name}") for name, own in options.items()}
 
 
+def _check_checkpoints(config: JobConfig) -> None:
+    keys = config.checkpoint
+    folder = Path(config.job.dump_folder) / keys.folder
+    check_folder(folder, "checkpoint.folder")
+    if keys.initial_load_path is not None and not StepFolders(folder).steps():
+        find_step(keys.initial_load_path)
+
+
 def finished_step(config: JobConfig) -> int | None:
     """The step at which an earlier run in the same folder ended, if that leaves nothing to do."""
     keys = config.checkpoint
     if not keys.enable or keys.load_step != -1:
         return None
-    steps = StepFolders(Path(config.job.dump_folder) / keys.folder).steps()
-    return steps[-1] if steps and steps[-1] >= config.training.steps else None
+    folders = StepFolders(Path(config.job.dump_folder) / keys.folder)
+    for step in folders.steps()[-1:]:
+        if step >= config.training.steps and not _damaged(folders.path(step)):
+            return step
+    return None
+
+
+def _damaged(folder: Path) -> bool:
+    """Whether a file of the step is missing or has another size; what is in them is looked at when they are loaded."""
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError:
+        return True
+    return damage(folder, manifest, manifest.files, content=False) is not None
 
 
 def resolve_args(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> Any:

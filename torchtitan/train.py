@@ -20,7 +20,7 @@ from torchtitan import __version__
 from torchtitan.checkpoint.storage import CheckpointError
 from torchtitan.config import ConfigError, JobConfig, describe_error, help_text, load_config, to_toml
 from torchtitan.log import init_logger, logger
-from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, STOPPED, End
+from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, LAUNCHER, STOPPED, End
 from torchtitan.resilience.folder import own_folder
 from torchtitan.resilience.guard import StopRequest, die_when_signalled
 
@@ -55,10 +55,13 @@ def train(config: JobConfig) -> int:
 
     die_when_signalled()
     job = resolve_job(config, world_size())
-    if (step := finished_step(config)) is not None:
-        logger.info(f"nothing left to do: {config.job.dump_folder} holds step {step} of {config.training.steps}")
-        return DONE
     folder = Path(config.job.dump_folder)
+    if (step := finished_step(config)) is not None:
+        logger.info(
+            f"nothing left to do: {folder} holds step {step} of {config.training.steps}; raise training.steps to go "
+            "on, or choose another job.dump_folder"
+        )
+        return DONE
     # Before the process group: who may not write there must not say so there.
     with own_folder(folder) if os.environ.get("RANK", "0") == "0" else nullcontext():
         return run(job, folder, started)
@@ -75,15 +78,16 @@ def run(job: Job, folder: Path, started: float) -> int:
         with init_world(init_timeout_seconds=config.comm.init_timeout_seconds) as world:
             if world.rank == 0:
                 End.forget(folder)
+            world.barrier()
+            set_determinism(debug.seed, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only)
+            trainer = Trainer(job, world)
+            # Only what has loaded is what the folder holds from now on.
+            if world.rank == 0:
                 write_config(folder, config)
             world.barrier()
             if config.checkpoint.enable and not (folder / "config.toml").exists():
                 host = socket.gethostname()
-                raise ConfigError(
-                    "job.dump_folder", f"{folder} on {host} is not the one that rank 0 writes to; share it"
-                )
-            set_determinism(debug.seed, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only)
-            trainer = Trainer(job, world)
+                raise ConfigError("job.dump_folder", f"{folder} on {host} is not the one rank 0 writes to; share it")
             # Only now: until the first step there is nothing to save, and whoever wants to stop is obeyed at once.
             stop = StopRequest(config.job.max_duration_minutes, started)
             end = End("done", DONE) if trainer.run(stop) else End("stopped", STOPPED)
@@ -93,7 +97,7 @@ def run(job: Job, folder: Path, started: float) -> int:
                 logger.info(f"{end.reason} at step {trainer.state.step}{why}")
                 replace(end, step=trainer.state.step).write(folder)
         return end.exit_code
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         return fail(error, config, trainer.state.step if trainer else None)
 
 
@@ -114,13 +118,16 @@ def fail(error: BaseException, config: JobConfig, step: int | None) -> int:
         end = End("config", BAD_CONFIG, step, describe_error(error, config))
     elif isinstance(error, (CheckpointError, ArithmeticError)):
         end = End("failed", FAILED, step, str(error))
+    elif isinstance(error, KeyboardInterrupt):
+        end = End("failed", FAILED, step, "interrupted before it could save")
     else:
         end = End("failed", FAILED, step, "".join(traceback.format_exception(error)))
     end = replace(end, rank=int(os.environ.get("RANK", "0")))
-    if end.write(Path(config.job.dump_folder)):
-        print(end.error, file=sys.stderr, flush=True)
-    else:
+    first = end.write(Path(config.job.dump_folder))
+    if not first:
         logger.error(f"rank {end.rank} stops because another rank failed first")
+    elif LAUNCHER not in os.environ:  # else it shows the error as the last thing on the screen
+        print(end.error, file=sys.stderr, flush=True)
     return end.exit_code
 
 

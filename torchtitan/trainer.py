@@ -3,16 +3,17 @@
 What a part does is in its room; what is said in the configuration is bound in ``resolve.py``.
 """
 
+import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchtitan import __version__
 from torchtitan.checkpoint.checkpointer import Checkpointer
 from torchtitan.config import to_toml
 from torchtitan.data.batch import Batch
@@ -23,64 +24,18 @@ from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.parallelize import parallelize
 from torchtitan.distributed.topology import build_topology
 from torchtitan.distributed.world import World
-from torchtitan.errors import ConfigError
 from torchtitan.log import logger
-from torchtitan.observe.device import memory, peak_flops
+from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_flops
 from torchtitan.observe.metrics import Metrics, StepStats
 from torchtitan.observe.sinks import RunFiles, build_sinks
 from torchtitan.optim.optimizers import parameter_groups
 from torchtitan.resilience.guard import GarbageCollection, StopRequest
 from torchtitan.resolve import Job
+from torchtitan.state import DataPosition, ModelFacts, OptimizerFacts, ScheduleStart, TrainState
 
 
 class NonFiniteError(ArithmeticError):
     """Loss or gradients of a step are not finite; the weights are those from before it."""
-
-
-@dataclass
-class _Numbers:
-    """Numbers of the run that a checkpoint keeps as JSON."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for field in fields(self):
-            setattr(self, field.name, state[field.name])
-
-
-@dataclass
-class TrainState(_Numbers):
-    """Steps done, tokens trained on over all ranks, and rows of a step."""
-
-    step: int = 0
-    tokens_seen: int = 0
-    global_batch_size: int = 0
-
-
-@dataclass
-class DataPosition(_Numbers):
-    """The next row of the global order, and the data in whose order it stands."""
-
-    fingerprint: str
-    next_row: int = 0
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["fingerprint"] != self.fingerprint:
-            raise ConfigError(
-                "training.dataset",
-                "the data, their tokenizer, order or sequence length are not those of the checkpoint, so its position "
-                "means nothing; to begin the new data at their first row, set "
-                'checkpoint.exclude_from_loading = ["dataloader"]',
-            )
-        super().load_state_dict(state)
-
-
-@dataclass
-class ScheduleStart(_Numbers):
-    """The step after which the learning-rate schedule began."""
-
-    after_step: int = 0
 
 
 class Trainer:
@@ -134,7 +89,7 @@ class Trainer:
             prefetch_factor=config.training.dataloader.prefetch_factor,
             pin_memory=config.training.dataloader.pin_memory,
         )
-        self.metrics = self._build_metrics()
+        self.metrics: Metrics | None = None
 
     def train_step(self, batches: Sequence[Batch], num_valid: float) -> tuple[Tensor, Tensor]:
         """One update from this rank's ``batches``; returns its share of the loss, and the global gradient norm."""
@@ -157,6 +112,8 @@ class Trainer:
         """Train to the last step (True), or until any rank is asked to stop (False); then save."""
         config, state = self.job.config, self.state
         first_step = state.step + 1
+        self.metrics = self._build_metrics()
+        self._log_summary()
         collection = GarbageCollection(config.training.gc_freq)
         batches = iter(self.loader)
         clock = _Clock()
@@ -187,7 +144,8 @@ class Trainer:
     def close(self) -> None:
         """Release loader workers and sinks."""
         self.loader.close()
-        self.metrics.close()
+        if self.metrics is not None:
+            self.metrics.close()
 
     # Wiring
 
@@ -212,7 +170,13 @@ class Trainer:
             self.world,
             modules=self.runner.parts,
             optimizer=self.optimizer,
-            numbers={"train_state": self.state, "dataloader": self.position, "lr_scheduler": self.schedule_start},
+            numbers={
+                "model": ModelFacts(json.loads(json.dumps(asdict(self.job.args)))),
+                "optimizer": OptimizerFacts(config.optimizer.name),
+                "train_state": self.state,
+                "dataloader": self.position,
+                "lr_scheduler": self.schedule_start,
+            },
             config_toml=to_toml(config),
             interval=keys.interval,
             keep_latest=keys.keep_latest_k,
@@ -223,8 +187,10 @@ class Trainer:
 
     def _load(self, checkpointer: Checkpointer) -> None:
         keys = self.job.config.checkpoint
-        checkpointer.load(keys.load_step, keys.initial_load_path, initial_model_only=keys.initial_load_model_only)
-        if "lr_scheduler" in keys.exclude_from_loading:
+        anew = checkpointer.load(
+            keys.load_step, keys.initial_load_path, initial_model_only=keys.initial_load_model_only
+        )
+        if "lr_scheduler" in anew:
             self.schedule_start.after_step = self.state.step
 
     def _settle_batch_size(self) -> None:
@@ -234,6 +200,29 @@ class Trainer:
             self.state.global_batch_size = training.global_batch_size
         elif not self.state.global_batch_size:
             self.state.global_batch_size = training.local_batch_size * self.topology.readers
+
+    def _log_summary(self) -> None:
+        """What is about to run, in a few lines."""
+        config, device = self.job.config, self.world.device
+        training, degrees, precision = config.training, self.job.degrees, self.job.precision
+        shares = self.loader.micro_batches
+        logger.info(
+            f"torchtitan {__version__}, torch {torch.__version__}, {describe(device)}: {config.job.description}"
+        )
+        logger.info(
+            f"{config.model.name} {config.model.flavor}: {self.job.spec.count_parameters(self.job.args):,} parameters "
+            f"in {_short(precision.storage)}, computed in {_short(precision.param)}, reduced in "
+            f"{_short(precision.reduce)}"
+        )
+        logger.info(
+            f"{self.world.size} ranks: replicate {degrees.replicate} × shard {degrees.shard}; global batch "
+            f"{self.state.global_batch_size} × {training.seq_len} tokens in {shares} micro-batches a rank; "
+            f"steps {self.state.step + 1} to {training.steps}"
+        )
+        if device.type == "cpu" and precision.param == torch.bfloat16 and not has_fast_bfloat16():
+            logger.warning(
+                'this CPU is slow in bfloat16; training.mixed_precision_param = "float32" is many times faster here'
+            )
 
     def _build_metrics(self) -> Metrics:
         config, device = self.job.config, self.world.device
@@ -257,6 +246,7 @@ class Trainer:
     def _log(self, loss: float, norm: float, own_valid: int, num_valid: float, clock: "_Clock") -> None:
         (total,) = self.world.sum([loss])
         (largest,) = self.world.max([loss * num_valid / own_valid if own_valid else -math.inf])
+        assert self.metrics is not None
         self.metrics.write(
             StepStats(
                 step=self.state.step,
@@ -271,6 +261,10 @@ class Trainer:
                 data_seconds=clock.data_seconds,
             )
         )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Clock:

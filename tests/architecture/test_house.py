@@ -18,7 +18,7 @@ FLOORS = [
     {"models", "data", "optim", "transforms", "loss"},
     {"distributed"},
     {"checkpoint", "observe", "resilience"},
-    {"resolve"},
+    {"resolve", "state"},
     {"trainer"},
     {"train"},
     {"launch"},

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.launch import RanksFailed, run_ranks
 from tests.runs import Outcome, run_job, run_jobs, tiny_argv
-from torchtitan.checkpoint.checkpointer import Checkpointer
+from torchtitan.checkpoint import checkpointer
 from torchtitan.checkpoint.storage import Manifest
 from torchtitan.distributed.world import World
 
@@ -108,8 +108,11 @@ def test_going_back_by_number(six: tuple[Path, Outcome], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--model.args.n_layers=3"], r"holds no layers\.2\."),
-        (["--model.args.vocab_size=302"], r"holds tok_embeddings.weight as \[301, 32\], the model wants \[302, 32\]"),
+        (["--model.args.n_layers=3"], "model.args.n_layers: was 2 when the checkpoint was saved"),
+        (["--model.args.n_heads=2"], "model.args.n_heads: was 4"),
+        (["--model.args.tie_word_embeddings=true"], "model.args.tie_word_embeddings: was False"),
+        (["--optimizer.name=Adam"], "optimizer.name: the checkpoint holds the states of AdamW"),
+        (["--training.dtype=bfloat16"], "training.dtype: .* holds float32"),
         (["--training.seq_len=32"], "training.dataset.*exclude_from_loading"),
         (["--data.shuffle=false"], "training.dataset.*exclude_from_loading"),
     ],
@@ -142,7 +145,7 @@ def test_initial_weights_and_whole_starts(six: tuple[Path, Outcome], tmp_path: P
     assert weights.losses[0] < six[1].losses[0]  # trained weights
     assert weights.rows[0] == six[1].rows[0]  # but the data from their first row
     assert everything.steps == [7, 8]
-    with pytest.raises(RanksFailed, match=r"checkpoint.initial_load_path.*no checkpoint at"):
+    with pytest.raises(RanksFailed, match=r"checkpoint.initial_load_path: no checkpoint there"):
         run_ranks(
             run_job, 1, tiny_argv(tmp_path, *SAVES, f"--checkpoint.initial_load_path={tmp_path / 'empty'}", run="x")
         )
@@ -167,36 +170,91 @@ def test_saves_when_asked_and_keeps_the_newest(tmp_path: Path) -> None:
     assert {p.name for p in (tmp_path / "run" / "checkpoint").iterdir()} == {"step-6", "step-8", "step-9"}
 
 
-def disk_full_at(world: World, argv: list[str], full: list[int]) -> Outcome:
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--model.args.n_layers=3"], r"holds no layers\.2\."),
+        (["--model.args.n_layers=1"], r"holds layers\.1\..*, which the model has not"),
+        (["--model.args.tie_word_embeddings=true"], r"holds output.weight, which the model has not"),
+        (["--model.args.vocab_size=302"], r"holds tok_embeddings.weight as \[301, 32\], the model wants \[302, 32\]"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    six: tuple[Path, Outcome], tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    start = f"--checkpoint.initial_load_path={six[0] / 'run'}"
+    with pytest.raises(RanksFailed, match=message):
+        run_ranks(run_job, 1, tiny_argv(tmp_path, *SAVES, start, *overrides))
+
+
+def test_rates_and_factors_may_change_on_purpose(six: tuple[Path, Outcome], tmp_path: Path) -> None:
+    checkpoints = copy(six, tmp_path)
+    assert go_on(checkpoints, "--model.args.rope_theta=1e6", "--optimizer.lr=1e-4").steps[-1] == 8
+
+
+def test_steps_of_another_program_are_neither_taken_nor_deleted(six: tuple[Path, Outcome], tmp_path: Path) -> None:
+    checkpoints = copy(six, tmp_path)
+    for step in (2, 4, 6):
+        (checkpoints / f"step-{step}" / "manifest.json").unlink()
+    before = sorted(checkpoints.rglob("*"))
+    with pytest.raises(RanksFailed, match=r"checkpoint.folder: .*step-6 was written by another program"):
+        go_on(checkpoints)
+    assert sorted(checkpoints.rglob("*")) == before
+
+
+def test_a_restart_does_not_go_back_a_second_time(six: tuple[Path, Outcome], tmp_path: Path) -> None:
+    checkpoints = copy(six, tmp_path)
+    back = ["--checkpoint.load_step=2", "--checkpoint.exclude_from_loading=dataloader,lr_scheduler"]
+    first = go_on(checkpoints, *back, steps=5)
+    assert first.rows == six[1].rows[:3]
+    again = go_on(checkpoints, *back, steps=7)
+    assert again.steps == [1, 2, 3, 4, 5, 6, 7]
+    assert again.rows == six[1].rows[3:5]  # the data went on, and the schedule
+    assert again.rates[2:] == six[1].rates[:5]
+
+
+def test_starting_from_zero_in_the_same_folder_keeps_the_old_steps_aside(
+    six: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    checkpoints = copy(six, tmp_path)
+    go_on(checkpoints, "--checkpoint.exclude_from_loading=train_state", "--checkpoint.keep_latest_k=2", steps=5)
+    names = {p.name for p in checkpoints.iterdir()}
+    assert names == {"step-4", "step-5", *(f"step-{n}.superseded" for n in (2, 4, 6))}
+
+
+def disk_full_at(world: World, argv: list[str], full: list[int], error: Exception) -> Outcome:
     """Run with a disk that is full on the last rank while the steps ``full`` are saved."""
-    write = Checkpointer._write_tensors
+    write, write_data = checkpointer.write_tensors, dcp.FileSystemWriter.write_data
 
-    def failing(self: Checkpointer, step: int) -> str | None:
-        if step in full:
-            writer = dcp.FileSystemWriter.write_data
+    def no_room(*_: Any) -> Any:
+        raise error
 
-            def no_room(*_: Any) -> Any:
-                raise OSError(errno.ENOSPC, "No space left on device")
+    def failing(folder: Path, *rest: Any) -> None:
+        if world.rank == world.size - 1 and folder.name in {f"step-{step}.partial" for step in full}:
+            dcp.FileSystemWriter.write_data = no_room  # type: ignore[method-assign]
+        try:
+            write(folder, *rest)
+        finally:
+            dcp.FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
 
-            if world.rank == world.size - 1:
-                dcp.FileSystemWriter.write_data = no_room  # type: ignore[method-assign]
-            try:
-                return write(self, step)
-            finally:
-                dcp.FileSystemWriter.write_data = writer  # type: ignore[method-assign]
-        return write(self, step)
-
-    Checkpointer._write_tensors = failing  # type: ignore[method-assign]
+    checkpointer.write_tensors = failing
     return run_job(world, argv)
 
 
-def test_a_full_disk_costs_one_save_and_nothing_else(six: tuple[Path, Outcome], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("unexpected pos 128 vs 64")],
+    ids=["OSError", "zip writer"],
+)
+def test_a_full_disk_costs_one_save_and_nothing_else(
+    six: tuple[Path, Outcome], tmp_path: Path, error: Exception
+) -> None:
     argv = tiny_argv(tmp_path, *SAVES, "--training.steps=6")
-    outcome = run_ranks(disk_full_at, 2, argv, [4])[0]
+    outcome = run_ranks(disk_full_at, 2, argv, [4], error)[0]
     assert outcome.losses == six[1].losses
     assert {p.name for p in (tmp_path / "run" / "checkpoint").iterdir()} == {"step-2", "step-6"}
     with pytest.raises(RanksFailed, match=r"step 8 could not be saved .* No space left"):
-        run_ranks(disk_full_at, 2, [*argv, "--training.steps=8"], [8])
+        run_ranks(disk_full_at, 2, [*argv, "--training.steps=8"], [8], error)
     assert {p.name for p in (tmp_path / "run" / "checkpoint").iterdir()} == {"step-2", "step-6"}
 
 

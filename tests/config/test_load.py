@@ -215,3 +215,35 @@ def test_nothing_can_be_changed(section: str) -> None:
     name = next(iter(type(found).model_fields))
     with pytest.raises(ValueError, match="frozen"):
         setattr(found, name, getattr(found, name))
+
+
+def test_a_part_named_on_the_command_line_takes_the_files_options_of_the_other_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "adam.toml"
+    file.write_text('[tokenizer]\nname = "hf"\nparse_special_tokens = true\n')
+    config = load_config(["--job.config_file", str(file), "--tokenizer.name=bytes"])
+    assert config.tokenizer.name == "bytes" and not config.tokenizer.model_extra
+    with pytest.raises(ConfigError, match="is no option of tokenizer 'bytes'"):
+        load_config(["--job.config_file", str(file), "--tokenizer.name=bytes", "--tokenizer.parse_special_tokens"])
+
+
+@pytest.mark.parametrize("text", ['"training.steps" = 5', '[training]\n"dataloader.num_workers" = 2'])
+def test_a_key_in_quotes_is_no_key(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "quoted.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="written in quotes"):
+        load_config(["--job.config_file", str(file)])
+
+
+def test_paths_are_read_as_a_shell_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_config(["--job.dump_folder=~/runs"]).job.dump_folder == f"{tmp_path}/runs"
+    for bad in ("", "a" * 300, "x\0y"):
+        with pytest.raises(ConfigError, match=r"job\.dump_folder"):
+            load_config([f"--job.dump_folder={bad}"])
+
+
+def test_lists_nested_too_deeply_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "deep.toml"
+    file.write_text("a = " + "[" * 5000)
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_config(["--job.config_file", str(file)])

@@ -279,3 +279,19 @@ def test_python_docs() -> None:
     content = file.window(0, len(file))
     assert (content == 2046).sum() == (content == 2047).sum() == file.header.documents
     assert file.header.text_bytes / len(file) > 2.5
+
+
+def test_ids_that_were_changed_are_made_again(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("some text to tokenise, once")
+    source = DATASETS.bind("text", {}, key="training.dataset")(str(text), "raise")
+    tokenizer = TOKENIZERS.bind("bytes", {}, key="tokenizer")("")
+
+    def ids() -> list[int]:
+        tokens = open_tokens(source, tokenizer, bos_id=None, eos_id=None, cache_folder=str(tmp_path / "cache"))
+        return tokens.window(0, len(tokens)).tolist()
+
+    before = ids()
+    (file,) = (tmp_path / "cache").glob("*.bin")
+    file.write_bytes(bytes(reversed(file.read_bytes())))
+    assert ids() == before

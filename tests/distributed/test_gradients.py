@@ -48,6 +48,14 @@ def test_zero_means_no_clipping_and_small_gradients_are_left_alone() -> None:
         assert parameter.grad.tolist() == [3.0, 4.0]  # type: ignore[union-attr]
 
 
+def test_the_norm_of_large_parameters_is_exact_to_float32() -> None:
+    torch.manual_seed(0)
+    parameters = [with_gradient(torch.randn(4000, 1000) * 1e-3), with_gradient(torch.randn(30_000))]
+    parameters.append(with_gradient(torch.zeros(0, 5)))
+    expected = math.hypot(*(p.grad.double().norm().item() for p in parameters))  # type: ignore[union-attr]
+    assert global_norm(parameters).item() == pytest.approx(expected, rel=5e-7)
+
+
 def test_bf16_gradients_are_summed_in_float32() -> None:
     parameter = with_gradient(torch.full((1 << 16,), 0.01, dtype=torch.bfloat16))
     expected = 256 * torch.tensor(0.01, dtype=torch.bfloat16).item()

@@ -98,6 +98,10 @@ def test_logits_depend_on_the_past_and_on_relative_positions_only() -> None:
         ({"head_dim": 7}, "model.args.head_dim"),
         ({"n_layers": 0}, "model.args.n_layers"),
         ({"vocab_size": -1}, "model.args.vocab_size"),
+        ({"ffn_dim": 0}, "model.args.ffn_dim"),
+        ({"ffn_dim_multiplier": -1.0}, "model.args.ffn_dim_multiplier"),
+        ({"norm_eps": float("nan")}, "model.args.norm_eps"),
+        ({"init_std": -0.1}, "model.args.init_std"),
     ],
 )
 def test_impossible_sizes_are_refused(change: dict[str, int], key: str) -> None:

@@ -60,9 +60,7 @@ def steps_of(folder: Path) -> list[int]:
     return [line["step"] for line in lines_of(folder / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize(
-    ("resumed_step", "kept"), [(20, range(1, 21)), (12, range(1, 13)), (35, range(1, 31)), (0, range(0))]
-)
+@pytest.mark.parametrize(("resumed_step", "kept"), [(20, range(1, 21)), (12, range(1, 13)), (35, range(1, 31))])
 def test_jsonl_goes_on_after_the_step_it_resumes(tmp_path: Path, resumed_step: int, kept: range) -> None:
     write_steps(tmp_path, range(1, 31))
     write_steps(tmp_path, range(resumed_step + 1, resumed_step + 3), resumed_step)
@@ -132,3 +130,11 @@ def test_a_line_that_did_not_fit_on_the_disk_leaves_nothing_of_itself(tmp_path: 
     sink.write(build_record(3))
     sink.close()
     assert steps_of(tmp_path) == [1, 3]
+
+
+def test_a_new_run_keeps_the_lines_of_the_one_before_it(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(1, 31))
+    write_steps(tmp_path, range(1, 3), 0)
+    assert steps_of(tmp_path) == [1, 2]
+    (earlier,) = tmp_path.glob("metrics-*.jsonl")
+    assert len(earlier.read_text().splitlines()) == 30

@@ -12,7 +12,7 @@ from torchtitan.resilience.guard import GarbageCollection, StopRequest
 
 @pytest.fixture(autouse=True)
 def _handlers_of_the_tests():
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():

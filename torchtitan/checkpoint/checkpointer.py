@@ -1,7 +1,7 @@
 """Saves a run's parts at the steps that ask for it, and finds where to go on.
 
-Folders, completeness and retention are ``storage.py``'s. Weights and optimizer states go through PyTorch's distributed
-checkpoints, so that any number of ranks reads what any other wrote; numbers go into the manifest as JSON.
+Folders, completeness and retention are in ``storage.py``, weights and optimizer states in ``tensors.py``. Numbers go
+into the manifest as JSON.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch import nn
 
 from torchtitan.checkpoint.storage import (
     MANIFEST,
+    METADATA,
     CheckpointError,
     FileRecord,
     Manifest,
@@ -25,15 +23,14 @@ from torchtitan.checkpoint.storage import (
     sync_file,
     write_durably,
 )
+from torchtitan.checkpoint.tensors import read_tensors, write_tensors
 from torchtitan.distributed.world import World
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
-_METADATA = ".metadata"
-
 
 class Numbers(Protocol):
-    """A part whose state is JSON."""
+    """A part whose state is JSON. ``load_state_dict`` raises ConfigError where it does not fit the configuration."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -43,7 +40,8 @@ class Checkpointer:
     """The parts of a run and the folder that holds their steps.
 
     ``modules`` are the model's parts on this rank and ``optimizer`` updates their parameters; ``numbers`` are the
-    other parts by name. All methods are called by all ranks together.
+    other parts by name, and whatever of "model" and "optimizer" is no tensor. All methods are called by all ranks
+    together.
     """
 
     def __init__(
@@ -71,8 +69,9 @@ class Checkpointer:
         self._keep_latest = keep_latest
         self._first_step = first_step
         self._load_only = load_only
-        self._exclude = set(exclude)
+        self._exclude = list(exclude)
         self._saved: int | None = None
+        self._went_back_to: int | None = None
 
     # Saving
 
@@ -82,8 +81,9 @@ class Checkpointer:
         due = last or step % self._interval == 0 or (self._first_step and step == 1)
         if self._load_only or not due or step in (0, self._saved):
             return
+        folder = self._folders.partial(step)
         cause = self._together(lambda: self._folders.prepare(step), only_rank_0=True)
-        cause = cause or self._write_tensors(step)
+        cause = cause or self._together(lambda: write_tensors(folder, self._parameters, self._optimizer))
         cause = cause or self._write_manifest(step)
         if cause is None:
             self._saved = step
@@ -96,27 +96,15 @@ class Checkpointer:
             raise CheckpointError(message)
         logger.warning(f"{message}; training goes on and the next save is tried as usual")
 
-    def _write_tensors(self, step: int) -> str | None:
-        state: dict[str, Any] = {**self._parameters, "optimizer": optimizer_state(self._parameters, self._optimizer)}
-        writer = dcp.FileSystemWriter(self._folders.partial(step), sync_files=False)
-        try:
-            dcp.save(state, storage_writer=writer)
-        except CheckpointException as error:
-            failures = [failure for failure, _ in error.failures.values()]
-            if all(isinstance(failure, OSError) for failure in failures):
-                return str(failures[0])
-            raise
-        return None
-
     def _write_manifest(self, step: int) -> str | None:
         folder = self._folders.partial(step)
         files: dict[str, FileRecord] = {}
 
         def record() -> None:
-            mine = [path for path in folder.glob(f"__{self._world.rank}_*")]
+            mine = list(folder.glob(f"__{self._world.rank}_*"))
             if self._world.rank == 0:
                 write_durably(folder / "config.toml", self._config_toml)
-                mine += [folder / _METADATA, folder / "config.toml"]
+                mine += [folder / METADATA, folder / "config.toml"]
             for path in mine:
                 sync_file(path)
                 files[path.name] = FileRecord.of(path)
@@ -124,6 +112,8 @@ class Checkpointer:
         def commit() -> None:
             everyones = {name: entry for rank_files in gathered for name, entry in rank_files.items()}
             state = {name: part.state_dict() for name, part in self._numbers.items()}
+            # What a restart of the same command must not do a second time.
+            state["start"] = {"excluded": self._exclude, "went_back_to": self._went_back_to}
             Manifest(step, state, everyones).write(folder)
             self._folders.commit(step)
             self._folders.retain(self._keep_latest)
@@ -145,67 +135,103 @@ class Checkpointer:
 
     # Loading
 
-    def load(self, load_step: int, initial_path: str | None, *, initial_model_only: bool) -> None:
+    def load(self, load_step: int, initial_path: str | None, *, initial_model_only: bool) -> set[str]:
         """Go on from this run's newest good step (or ``load_step``), else from ``initial_path``, else from nothing.
 
-        Damaged steps are named and passed over unless asked for by number, which is a CheckpointError.
+        Returns the parts that were not loaded although there was a step. Damaged steps are named and passed over unless
+        asked for by number, which is a CheckpointError.
         """
         if self._world.rank == 0 and not self._load_only:
             self._folders.recover()
         self._world.barrier()
-        steps = self._folders.steps()
-        for step in self._folders.incomplete():
-            logger.warning(f"{self._folders.path(step)} is not complete (no {MANIFEST}); it is passed over")
-        if load_step >= 0:
-            if load_step not in steps:
-                known = ", ".join(map(str, steps)) or "none"
-                raise ConfigError(
-                    "checkpoint.load_step",
-                    f"no complete step of that number in {self._folders.root}; there are: {known}",
-                )
-            steps = [load_step]
+        steps = self._steps_to_try(load_step)
         for step in reversed(steps):
             folder = self._folders.path(step)
             problem = self._damage(folder)
             if problem is None:
-                self._resume(step, folder)
-                return
+                return self._resume(step, folder)
             if load_step >= 0:
                 raise CheckpointError(problem)
             logger.warning(f"{problem}; trying the step before it")
         if steps:
             raise CheckpointError(f"every step in {self._folders.root} is damaged; move the folder away to start anew")
         if initial_path is not None:
-            self._start_from(
-                find_step(Path(initial_path), "checkpoint.initial_load_path"), model_only=initial_model_only
+            return self._start_from(find_step(initial_path), model_only=initial_model_only)
+        return set()
+
+    def _steps_to_try(self, load_step: int) -> list[int]:
+        steps = self._folders.steps()
+        for step in self._folders.incomplete():
+            logger.warning(f"{self._folders.path(step)} is not complete (no {MANIFEST}); it is passed over")
+        if not steps and (foreign := self._folders.foreign()):
+            raise ConfigError(
+                "checkpoint.folder",
+                f"{self._folders.path(foreign[-1])} was written by another program; to start from it, name it as "
+                "checkpoint.initial_load_path and save elsewhere",
             )
+        if load_step < 0:
+            return steps
+        if load_step not in steps:
+            known = ", ".join(map(str, steps)) or "none"
+            raise ConfigError(
+                "checkpoint.load_step", f"no complete step of that number in {self._folders.root}; there are: {known}"
+            )
+        if steps[-1] > load_step and _start_of(self._folders.path(steps[-1])).get("went_back_to") == load_step:
+            logger.info(f"this run has gone back to step {load_step} already and goes on from there")
+            return [steps[-1]]
+        self._went_back_to = load_step
+        return [load_step]
 
-    def _resume(self, step: int, folder: Path) -> None:
-        self._restore(folder)
-        self._saved = step
-        if self._world.rank == 0 and not self._load_only and (later := self._folders.set_aside_after(step)):
-            logger.warning(f"going back to step {step}: later steps {later} are renamed to step-N.superseded")
+    def _resume(self, step: int, folder: Path) -> set[str]:
+        anew = self._restore(folder)
+        step_now = 0 if "train_state" in anew else step
+        self._saved = step_now
+        if self._world.rank == 0 and not self._load_only and (later := self._folders.set_aside_after(step_now)):
+            logger.warning(f"going back to step {step_now}: later steps {later} are renamed to step-N.superseded")
         self._world.barrier()
-        logger.info(f"going on after step {step} from {folder}")
+        logger.info(f"going on after step {step_now} from {folder}")
+        return anew
 
-    def _start_from(self, folder: Path, *, model_only: bool) -> None:
+    def _start_from(self, folder: Path, *, model_only: bool) -> set[str]:
         ours = (folder / MANIFEST).exists()
         if ours and (problem := self._damage(folder)):
             raise CheckpointError(problem)
-        if ours and not model_only:
-            self._restore(folder)
-        else:
-            self._load_tensors(folder, optimizer=not model_only)
         logger.info(f"starting from {'the weights' if model_only else 'everything'} in {folder}")
+        if ours and not model_only:
+            return self._restore(folder)
+        self._read(folder, set(self._exclude) | ({"optimizer"} if model_only else set()))
+        return set()
 
-    def _restore(self, folder: Path) -> None:
+    def _restore(self, folder: Path) -> set[str]:
         manifest = Manifest.read(folder)
-        self._load_tensors(folder, model="model" not in self._exclude, optimizer="optimizer" not in self._exclude)
+        started_with = manifest.state.get("start", {})
+        if self._went_back_to is None:
+            self._went_back_to = started_with.get("went_back_to")
+        # A part that the same command excluded before has started anew already.
+        anew = set(self._exclude) - set(started_with.get("excluded", ()))
         for name, part in self._numbers.items():
-            if name not in self._exclude:
-                part.load_state_dict(manifest.state[name])
-        if self._exclude:
-            logger.info(f"not loaded (checkpoint.exclude_from_loading): {', '.join(sorted(self._exclude))}")
+            if name not in anew:
+                try:
+                    part.load_state_dict(manifest.state[name])
+                except ConfigError:
+                    if name not in self._exclude:
+                        raise
+                    anew.add(name)
+                except (KeyError, TypeError, ValueError) as error:
+                    raise CheckpointError(f"{folder / MANIFEST} holds no usable {name}: {error!r}") from error
+        self._read(folder, anew)
+        if anew:
+            logger.info(f"not loaded (checkpoint.exclude_from_loading): {', '.join(sorted(anew))}")
+        return anew
+
+    def _read(self, folder: Path, without: set[str]) -> None:
+        read_tensors(
+            folder,
+            self._parameters,
+            self._optimizer,
+            with_model="model" not in without,
+            with_optimizer="optimizer" not in without,
+        )
 
     def _damage(self, folder: Path) -> str | None:
         """What is wrong with a step, agreed on by all ranks; each reads its share of the files."""
@@ -219,83 +245,23 @@ class Checkpointer:
 
         return next((p for p in self._world.gather(look()) if p is not None), None)
 
-    def _load_tensors(self, folder: Path, *, model: bool = True, optimizer: bool = True) -> None:
-        reader = dcp.FileSystemReader(folder)
-        metadata = reader.read_metadata()
-        state: dict[str, Any] = {}
-        if model:
-            state.update(self._parameters)
-        states: dict[str, Tensor] = {}
-        if optimizer:
-            states = empty_optimizer_state(self._parameters, metadata)
-            state["optimizer"] = states
-        check_shapes(state, metadata, folder)
-        if state:
-            dcp.load(state, storage_reader=reader)
-        if optimizer:
-            put_optimizer_state(self._parameters, self._optimizer, states)
+
+def _start_of(folder: Path) -> Mapping[str, Any]:
+    try:
+        start: Mapping[str, Any] = Manifest.read(folder).state.get("start", {})
+    except CheckpointError:
+        return {}
+    return start
 
 
-def find_step(path: Path, key: str) -> Path:
-    """The step that ``path`` means: itself, or the newest complete one below it."""
-    if (path / _METADATA).is_file():
+def find_step(name: str) -> Path:
+    """The step that ``checkpoint.initial_load_path`` means: itself, or the newest complete one below it."""
+    path = Path(name)
+    if (path / METADATA).is_file():
         return path
     for root in (path, path / "checkpoint"):
         if steps := StepFolders(root).steps():
             return StepFolders(root).path(steps[-1])
-    raise ConfigError(key, f"no checkpoint at {path}: neither a step nor a folder with a complete one")
-
-
-# Optimizer state: flat keys state.<parameter>.<name>, as TorchTitan writes them.
-
-
-def optimizer_state(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors that the optimizer keeps for each parameter."""
-    return {
-        f"state.{name}.{key}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def empty_optimizer_state(parameters: Mapping[str, Tensor], metadata: Metadata) -> dict[str, Tensor]:
-    """Room for the optimizer tensors that a checkpoint holds for ``parameters``, spread like them."""
-    state: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        prefix = f"optimizer.state.{name}."
-        for full_key, entry in metadata.state_dict_metadata.items():
-            if full_key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
-                dtype = entry.properties.dtype
-                key = full_key.removeprefix("optimizer.")
-                if entry.size == parameter.shape:
-                    state[key] = torch.zeros_like(parameter, dtype=dtype)
-                else:
-                    state[key] = torch.zeros(entry.size, dtype=dtype)
-    return state
-
-
-def put_optimizer_state(
-    parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
-) -> None:
-    """Give the optimizer its tensors back. Rates and decays are the configuration's, never the file's."""
-    for name, parameter in parameters.items():
-        prefix = f"state.{name}."
-        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        if own:
-            optimizer.state[parameter] = own
-
-
-def check_shapes(state: Mapping[str, Any], metadata: Metadata, folder: Path) -> None:
-    """CheckpointError if a wanted tensor is missing or has another shape."""
-    stored = metadata.state_dict_metadata
-    for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            continue
-        entry = stored.get(name)
-        if entry is None:
-            raise CheckpointError(f"{folder} holds no {name}; are model.name, flavor and args those it was saved with?")
-        if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
-            raise CheckpointError(
-                f"{folder} holds {name} as {list(entry.size)}, the model wants {list(tensor.shape)}; "
-                "are model.flavor and model.args those it was saved with?"
-            )
+    raise ConfigError(
+        "checkpoint.initial_load_path", "no checkpoint there: neither a step nor a folder with a complete one"
+    )

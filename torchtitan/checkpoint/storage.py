@@ -7,6 +7,7 @@ written last, lists each with its size and SHA-256. A folder without a manifest 
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from torchtitan.log import logger
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+METADATA = ".metadata"  # PyTorch's own index of a distributed checkpoint
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -53,15 +55,19 @@ class Manifest:
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
-        write_durably(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
+        content = asdict(self)
+        write_durably(folder / MANIFEST, json.dumps({**content, "sha256": _json_sha256(content)}, indent=1) + "\n")
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
         """CheckpointError if there is none, it cannot be read, or its format is newer than this program."""
         try:
             raw = json.loads((folder / MANIFEST).read_text())
+            own_sha256 = raw.pop("sha256")
             version = raw["format"]
             if version == FORMAT:
+                if own_sha256 != _json_sha256(raw):
+                    raise CheckpointError(f"{folder / MANIFEST} was changed after it was written")
                 files = {name: FileRecord(**record) for name, record in raw["files"].items()}
                 return Manifest(raw["step"], raw["state"], files, version)
         except FileNotFoundError:
@@ -73,15 +79,20 @@ class Manifest:
         )
 
 
-def damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
-    """What is wrong with the files ``names`` of a step, or None: each is read and compared with the manifest."""
+def _json_sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def damage(folder: Path, manifest: Manifest, names: Iterable[str], *, content: bool = True) -> str | None:
+    """What is wrong with the files ``names`` of a step, or None: their sizes, and if asked their ``content``, are
+    compared with the manifest."""
     for name in names:
         path, expected = folder / name, manifest.files[name]
         try:
             size = path.stat().st_size
             if size != expected.bytes:
                 return f"{path} has {size} bytes, the manifest says {expected.bytes}"
-            if FileRecord.of(path).sha256 != expected.sha256:
+            if content and FileRecord.of(path).sha256 != expected.sha256:
                 return f"{path} was changed after it was written (its SHA-256 is not the manifest's)"
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
@@ -109,6 +120,10 @@ class StepFolders:
         """Numbers of the folders named like a step that are none."""
         return [step for step in self._folders() if not (self.path(step) / MANIFEST).is_file()]
 
+    def foreign(self) -> list[int]:
+        """Numbers of steps that another program wrote: whole for it, but without our manifest."""
+        return [step for step in self.incomplete() if (self.path(step) / METADATA).is_file()]
+
     def _folders(self) -> list[int]:
         if not self.root.is_dir():
             return []
@@ -125,6 +140,8 @@ class StepFolders:
     def commit(self, step: int) -> None:
         """Give a fully written step its name. One of the same number makes room only at that moment."""
         final, old = self.path(step), self._replaced(step)
+        if final.exists() and not (final / MANIFEST).exists():
+            self._set_aside(final)  # not ours to delete
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
@@ -150,10 +167,13 @@ class StepFolders:
         """Rename complete steps later than ``step``, so that a run that goes back to it does not jump to them later."""
         later = [s for s in self.steps() if s > step]
         for s in later:
-            target = self.root / f"step-{s}.superseded"
-            shutil.rmtree(target, ignore_errors=True)
-            self.path(s).rename(target)
+            self._set_aside(self.path(s))
         return later
+
+    def _set_aside(self, folder: Path) -> None:
+        suffixes = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+        names = (self.root / f"{folder.name}.superseded{suffix}" for suffix in suffixes)
+        folder.rename(next(name for name in names if not name.exists()))
 
     def retain(self, keep_latest: int) -> None:
         """Delete all complete steps but the newest ``keep_latest`` (0: none), and what killed saves left behind."""

@@ -18,7 +18,7 @@ from torchtitan.config.options import CommandLineText, Option, allowed
 from torchtitan.config.overrides import Path, without_negation
 from torchtitan.config.parts import Choice, offered, with_options
 from torchtitan.config.schema import KEYS, SECTIONS, JobConfig
-from torchtitan.config.sources import Setting, Settings
+from torchtitan.config.sources import COMMAND_LINE, Setting, Settings
 from torchtitan.config.unbuilt import UNBUILT, refuse_unbuilt_choice
 from torchtitan.errors import ConfigError
 
@@ -45,7 +45,7 @@ def build_config(settings: Settings, notes: list[str]) -> JobConfig:
                 refuse_unbuilt_choice(choice.key, name, instead=choice.registry.names())
                 raise
             settings = _without_negations(settings, choice.path(name), known)
-            values |= _options(settings, choice, name, known, problems)
+            values |= _options(settings, choice, name, known, problems, notes)
     problems.raise_first()
     config = _config(values)
     config._sources.update({".".join(path): setting.source for path, setting in settings.items()})
@@ -133,14 +133,17 @@ def _import(modules: Sequence[str]) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError("job.imports", f"cannot import {module}: {type(error).__name__}: {error}") from error
 
 
 def _options(
-    settings: Settings, choice: Choice, name: str, known: dict[str, Option], problems: _Problems
+    settings: Settings, choice: Choice, name: str, known: dict[str, Option], problems: _Problems, notes: list[str]
 ) -> dict[Path, Any]:
-    """Values of all options of the part called ``name``."""
+    """Values of all options of the part called ``name``. A file's options of the part that the command line replaces
+    go with it."""
+    named = settings.get(_path(choice.key))
+    replaced = named is not None and named.source == COMMAND_LINE and not choice.many
     table = choice.path(name)
     place = ("converter_args", name) if choice.key == "model.converters" else table
     values = {(*place, option.name): option.default for option in known.values() if not option.required}
@@ -153,6 +156,9 @@ def _options(
             elif key in UNBUILT:
                 UNBUILT[key].refuse_unless_off(setting.value, key=key)
             elif owners := [owner for other, _, names in offered(choice) if other == key for owner in names]:
+                if replaced and setting.source != COMMAND_LINE:
+                    notes.append(f"{key} ({setting.source}) is left out: it is an option of {', '.join(owners)}")
+                    continue
                 raise ConfigError(key, f"is no option of {choice.registry.kind} {name!r}, but of {', '.join(owners)}")
             else:
                 raise _unknown_key(key, setting, also=known)

@@ -6,17 +6,30 @@ How values get here is in load.py. Options of registered parts are not listed he
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from torchtitan.config.options import Option, option_from_field
 from torchtitan.errors import UNKNOWN, ConfigError
 
 Dtype = Literal["float32", "bfloat16"]
-Auto = Literal[-1] | Annotated[int, Field(ge=1)]
+Auto = Literal[-1] | Annotated[int, Field(ge=1, le=2**24)]
 """A count that is worked out from the rest where it is -1."""
+
+
+def _path_text(text: str) -> str:
+    """Home folders written out; ValueError for a name that no file system takes."""
+    if "\0" in text or any(len(part.encode(errors="surrogateescape")) > 255 for part in text.split("/")):
+        raise ValueError("is no path: a name in it is longer than 255 bytes, or has a zero byte")
+    return os.path.expanduser(text)
+
+
+PathText = Annotated[str, AfterValidator(_path_text)]
+"""A file or folder; ``~`` is the user's home."""
+FolderText = Annotated[PathText, Field(min_length=1)]
 
 
 def key(default: Any, meaning: str, **bounds: Any) -> Any:
@@ -38,7 +51,7 @@ class Job(Section):
     """The run as a whole"""
 
     config_file: str | None = key(None, "the TOML file to read; only on the command line")
-    dump_folder: str = key("./outputs", "folder of everything the run writes")
+    dump_folder: FolderText = key("./outputs", "folder of everything the run writes")
     description: str = key("default job", "free text for the log")
     print_config: bool = key(False, "log the resolved configuration at the start")
     imports: list[str] = key([], "modules to import that register parts")
@@ -63,7 +76,7 @@ class Model(Section):
 
     name: str = key("llama3", "family of models")
     flavor: str = key("debugmodel", "size within the family")
-    hf_assets_path: str = key(
+    hf_assets_path: PathText = key(
         "", "folder with tokenizer.json, or that file; empty: the small tokenizer of the debug model"
     )
     args: dict[str, Any] = key({}, "hyper-parameters in place of the flavor's, such as n_layers")
@@ -112,10 +125,10 @@ class Training(Section):
     """The data, the steps and their precision"""
 
     dataset: str = key("python_docs", "kind of data set")
-    dataset_path: str | None = key(None, "its file, folder or glob")
-    local_batch_size: int = key(8, "sequences a rank computes at once", ge=1)
+    dataset_path: PathText | None = key(None, "its file, folder or glob")
+    local_batch_size: int = key(8, "sequences a rank computes at once", ge=1, le=2**24)
     global_batch_size: Auto = key(-1, "sequences of one step over all ranks; -1: local batch x data-parallel ranks")
-    seq_len: int = key(2048, "tokens of a sequence", ge=1)
+    seq_len: int = key(2048, "tokens of a sequence", ge=1, le=2**27)
     max_norm: float = key(1.0, "gradients are scaled down to this global norm; 0: never", ge=0)
     steps: int = key(10000, "optimizer steps", ge=1)
     enable_cpu_offload: bool = key(False, "keep parameters and optimizer state in host memory")
@@ -135,7 +148,7 @@ class Data(Section):
     bos_id: int | None = key(None, "id of BOS; none: the tokenizer's", ge=0)
     eos_id: int | None = key(None, "id of EOS; none: the tokenizer's", ge=0)
     on_bad_record: Literal["raise", "skip"] = key("raise", "what an unreadable record does")
-    cache_folder: str = key("", "folder of tokenized data; empty: the user's cache folder")
+    cache_folder: PathText = key("", "folder of tokenized data; empty: the user's cache folder")
     order: Literal["native"] = key("native", "order of the sequences: the same on any number of ranks")
     packing: Literal["concat"] = key("concat", "documents one after the other, cut into windows")
     args: dict[str, Any] = key({}, "options of the data set")
@@ -155,13 +168,13 @@ class Checkpoint(Section):
     """What is saved and loaded"""
 
     enable: bool = key(False, "save, and continue from what is saved")
-    folder: str = key("checkpoint", "folder of the steps in job.dump_folder")
+    folder: FolderText = key("checkpoint", "folder of the steps in job.dump_folder")
     interval: int = key(500, "steps between two saves; the last step is always saved", ge=1)
     keep_latest_k: Literal[0] | Annotated[int, Field(ge=2)] = key(
         10, "complete steps that are kept; 0: all; not 1, so that one is left while the next is written"
     )
     load_step: int = key(-1, "step to continue from; -1: the newest complete one", ge=-1)
-    initial_load_path: str | None = key(None, "checkpoint to start from while the folder holds none")
+    initial_load_path: FolderText | None = key(None, "checkpoint to start from while the folder holds none")
     initial_load_model_only: bool = key(True, "take only the weights from there")
     exclude_from_loading: list[Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]] = key(
         [], "parts that start anew when a checkpoint is loaded"
@@ -173,14 +186,14 @@ class Checkpoint(Section):
 class Comm(Section):
     """How long ranks wait for each other"""
 
-    init_timeout_seconds: int = key(300, "until the first step is done", ge=1)
-    train_timeout_seconds: int = key(100, "after it", ge=1)
+    init_timeout_seconds: int = key(300, "until the first step is done", ge=1, le=10_000_000)
+    train_timeout_seconds: int = key(100, "after it", ge=1, le=10_000_000)
 
 
 class Debug(Section):
     """Repeatability"""
 
-    seed: int = key(0, "of weights and data order", ge=0)
+    seed: int = key(0, "of weights and data order", ge=0, lt=2**63)
     deterministic: bool = key(False, "only deterministic kernels: the same command gives the same bits")
     deterministic_warn_only: bool = key(False, "warn where there is no such kernel, instead of failing")
 

@@ -70,6 +70,9 @@ def read_file(name: str) -> dict[str, Any]:
 def leaves(table: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """The entries of nested tables with their whole paths; an empty table is an entry itself."""
     for name, value in table.items():
+        key = ".".join((*path, name))
+        if "." in name and key in KEYS:
+            raise ConfigError(key, "is written in quotes, which make it one name; write it without them")
         if isinstance(value, Mapping) and value:
             yield from leaves(value, (*path, name))
         else:

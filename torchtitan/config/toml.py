@@ -21,12 +21,15 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 def parse(text: str) -> dict[str, Any]:
     """A whole file; ValueError says what is wrong and in which line."""
-    return tomllib.loads(text)
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def literal(text: str) -> Any:
     """One value as it would stand after ``key = ``; ValueError where it is none."""
-    table = tomllib.loads(f"value = {text}")
+    table = parse(f"value = {text}")
     if len(table) > 1:  # a line break can smuggle in a second key
         raise ValueError("more than one value")
     return table["value"]

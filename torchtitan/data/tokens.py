@@ -30,6 +30,8 @@ from torchtitan.log import logger
 
 # Raised by who changes what the ids of a given source and tokenizer are, so that old files are not taken for new.
 _FORMAT = 1
+# Files up to this size are read and compared with their hash when they are opened; larger ones by their size alone.
+_VERIFIED_BYTES = 1 << 28
 _SEGMENT_CHARACTERS = 1 << 16
 _BATCH_CHARACTERS = 1 << 21
 _PLACES_TO_CUT = [re.compile(pattern) for pattern in PLACES_TO_CUT]
@@ -109,7 +111,7 @@ def open_tokens(
     made_from = {**recipe, "source_name": source.description, "tokenizer_name": tokenizer.name}
     started = time.monotonic()
     try:
-        found = _read_header(path, warn=True)
+        found = _read_header(path, verify=True)
         if found is None:
             logger.info(f"tokenising {source.name} ({source.description}), once, into {path}")
             # Told more often on a terminal than in a log, and not at all where it is soon done.
@@ -153,19 +155,27 @@ def _users_cache() -> Path:
         raise ConfigError("data.cache_folder", "no home folder to keep token files in; name a folder") from None
 
 
-def _read_header(path: Path, *, warn: bool = False) -> TokenHeader | None:
+def _hash(content: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(content, digest_size=16)
+
+
+def _read_header(path: Path, *, verify: bool = False) -> TokenHeader | None:
     """What stands beside the token file at ``path``, None where either is missing or they do not fit together."""
     try:
         header = TokenHeader(**json.loads(path.with_suffix(".json").read_bytes()))
         expected, size = header.tokens * np.dtype(header.dtype).itemsize, path.stat().st_size
-        if size == expected:
+        if size != expected or size == 0:
+            problem = f"{size:,} bytes where {expected:,} were written"
+        elif verify and size <= _VERIFIED_BYTES and _hash(path.read_bytes()).hexdigest() != header.fingerprint:
+            problem = "it was changed after it was written"
+            path.with_suffix(".json").unlink(missing_ok=True)  # nobody else may take it for whole
+        else:
             return header
-        problem = f"{size:,} bytes where {expected:,} were written"
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
         problem = f"header: {error}"
-    if warn:
+    if verify:
         logger.warning(f"token file {path} is damaged ({problem}): making it again")
     return None
 
@@ -243,7 +253,7 @@ def _segments(passage: Passage) -> Iterator[tuple[str, bool, bool]]:
 def _assemble(parts: list[Path], path: Path, dtype: str, made_from: dict[str, Any]) -> None:
     """Write the token file at ``path`` and then, as the sign that it is whole, its header."""
     counts = np.zeros(3, dtype=np.int64)
-    first_skipped, tokens, hasher = "", 0, hashlib.blake2b(digest_size=16)
+    first_skipped, tokens, hasher = "", 0, _hash()
     unfinished = path.with_suffix(".part")
     with open(unfinished, "wb") as file:
         for part in parts:

@@ -62,14 +62,23 @@ class World:
 
 def world_size() -> int:
     """Number of processes that the launcher started, told by its environment; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal():
+        raise ConfigError(None, f"{name}={text} in the environment is no number; launch with ./run_train.sh")
+    return int(text)
 
 
 @contextmanager
 def init_world(*, init_timeout_seconds: float) -> Iterator[World]:
     """The process group of a torchrun-like environment, or of this process alone where there is none."""
-    rank, size = int(os.environ.get("RANK", "0")), world_size()
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    rank, size = _number("RANK", 0), world_size()
+    local_rank, local_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", size)
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
@@ -81,13 +90,15 @@ def init_world(*, init_timeout_seconds: float) -> Iterator[World]:
     else:
         device, backend = torch.device("cpu"), "gloo"
     timeout = timedelta(seconds=init_timeout_seconds)
-    if "MASTER_ADDR" in os.environ:
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         _follow_parent()
         dist.init_process_group(backend, timeout=timeout)
     elif size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        raise ConfigError(None, "WORLD_SIZE is set but MASTER_ADDR is not; launch with ./run_train.sh or torchrun")
+        raise ConfigError(
+            None, "WORLD_SIZE is set without RANK, MASTER_ADDR or MASTER_PORT; launch with ./run_train.sh or torchrun"
+        )
     world = World(rank, local_rank, size, local_size, device)
     yield world
     # Not after an error: the others may be waiting in a collective, and only this process's end tells them.

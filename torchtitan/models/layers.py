@@ -24,6 +24,8 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
+        if not 0 < self.scaling_factor < math.inf:
+            raise ConfigError("model.args.rope_scaling_args.scaling_factor", "must be above 0")
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(
                 "model.args.rope_scaling_args.high_freq_factor",

@@ -3,6 +3,7 @@
 How it is spread, trained or stored is not here: those parts find it through its names.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,11 @@ from torchtitan.errors import ConfigError
 from torchtitan.models.init import Constant, Normal, Rule
 from torchtitan.models.layers import Attention, FeedForward, RopeScaling, RotaryEmbedding
 from torchtitan.models.spec import MODELS, Layout, ModelSpec, Tokenwise
+
+_POSITIVE = (
+    *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "ffn_dim", "multiple_of"),
+    *("ffn_dim_multiplier", "norm_eps", "rope_theta"),
+)
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,14 @@ class Llama3Args:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "kv_heads", "vocab_size", "multiple_of", "rope_theta"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"model.args.{name.replace('kv_heads', 'n_kv_heads')}", "must be above 0")
+        for name in (*_POSITIVE, "init_std"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not math.isfinite(value) or value < 0 or (value == 0 and name in _POSITIVE):
+                raise ConfigError(
+                    f"model.args.{name}", "must be above 0" if name in _POSITIVE else "must be at least 0"
+                )
         if self.n_heads % self.kv_heads:
             raise ConfigError(
                 "model.args.n_kv_heads",

@@ -96,6 +96,23 @@ def _total_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def describe(device: torch.device) -> str:
+    """The device in a few words: what it is and how much memory it has."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name} with {properties.total_memory / _GIB:.1f} GiB"
+    return f"{torch.get_num_threads()} CPU threads, {_total_bytes() / _GIB:.1f} GiB"
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16; where that cannot be told, it is taken to."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
+    return "flags" not in flags or bool(re.search(r"\b(avx512_bf16|amx_bf16)\b", flags))
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
     """FLOP/s that ``device`` can reach in ``dtype``, and where the number comes from; None where it cannot be had.
 

@@ -134,6 +134,8 @@ class Jsonl:
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
+        if resumed_step == 0:
+            keep_earlier(path)
         cut_lines(path, resumed_step)
         self._file = path.open("ab", buffering=0)
 
@@ -155,6 +157,15 @@ class Jsonl:
 def jsonl(run: RunFiles) -> Sink:
     """metrics.jsonl in the run's folder, one object a line."""
     return Jsonl(run.folder / METRICS_FILE, run.resumed_step)
+
+
+def keep_earlier(path: Path) -> None:
+    """Rename the lines of an earlier run, which this one does not continue, after the time they were written."""
+    if path.exists() and path.stat().st_size:
+        written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+        earlier = path.with_stem(f"{path.stem}-{written}")
+        path.rename(earlier)
+        logger.info(f"{path.name} is that of an earlier run; it is called {earlier.name} now")
 
 
 def cut_lines(path: Path, last_step: int) -> None:

@@ -5,10 +5,13 @@ What ends a run is not decided here.
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 DONE, FAILED, BAD_CONFIG, STOPPED = 0, 1, 2, 75
+LAUNCHER = "TORCHTITAN_LAUNCHER"
+"""Set in the environment of ranks whose launcher reads end.json and shows the error itself."""
 _FILE = "end.json"
 
 
@@ -27,11 +30,17 @@ class End:
 
         One rank fails, then the others fail because it did: only the first is what the user wants to read.
         """
+        path = folder / _FILE
+        own = folder / f".{_FILE}.{os.getpid()}"
         try:
-            with (folder / _FILE).open("x") as file:
-                json.dump(asdict(self), file)
-        except OSError:
-            return not (folder / _FILE).exists()
+            own.write_text(json.dumps(asdict(self)))
+            os.link(own, path)  # whole or not at all, and only if nobody has
+        except FileExistsError:
+            return False
+        except OSError:  # no room, or no folder: then the screen is the only place to say it
+            return True
+        finally:
+            own.unlink(missing_ok=True)
         return True
 
     @staticmethod

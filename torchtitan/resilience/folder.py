@@ -5,6 +5,7 @@ What is left in it is said by whoever leaves it.
 
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,16 @@ from torchtitan.errors import ConfigError
 _KEY = "job.dump_folder"
 
 
-def check_folder(folder: Path) -> None:
-    """ConfigError if a run could not use ``folder``; writes nothing."""
+def check_folder(folder: Path, key: str = _KEY) -> None:
+    """ConfigError, on ``key``, if a run could not write below ``folder``; leaves nothing there."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise ConfigError(_KEY, f"{existing} is a file")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(_KEY, f"{existing} cannot be written to")
+        raise ConfigError(key, f"{existing} is a file")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(key, f"{existing} cannot be written to ({error.strerror})") from None
 
 
 @contextmanager

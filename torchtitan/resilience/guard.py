@@ -10,7 +10,7 @@ from types import FrameType
 
 from torchtitan.log import logger
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def die_when_signalled() -> None:
