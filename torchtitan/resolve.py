@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from torchtitan.checkpoint.checkpointer import find_step
-from torchtitan.checkpoint.storage import CheckpointError, Manifest, StepFolders, damage
+from torchtitan.checkpoint.storage import CheckpointError, Manifest, StepFolders, damage, find_step
 from torchtitan.config import JobConfig
 from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
-from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.topology import Degrees
 from torchtitan.errors import ConfigError
 from torchtitan.loss import LOSSES, Loss
@@ -44,7 +42,6 @@ class Job:
     tokenizer: Tokenizer
     bos_id: int | None
     eos_id: int | None
-    precision: Precision
     loss: Loss
     converters: list[Converter]
     optimizer: Callable[..., torch.optim.Optimizer]
@@ -92,11 +89,6 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         tokenizer=tokenizer,
         bos_id=bos_id,
         eos_id=eos_id,
-        precision=Precision(
-            storage=getattr(torch, training.dtype),
-            param=getattr(torch, training.mixed_precision_param),
-            reduce=getattr(torch, training.mixed_precision_reduce),
-        ),
         loss=_bound(LOSSES, config.loss, "loss")(),
         converters=[
             CONVERTERS.bind(name, config.converter_args.get(name, {}), key="model.converters")()

@@ -20,6 +20,7 @@ from torchtitan.data.batch import Batch
 from torchtitan.data.loader import build_loader
 from torchtitan.data.packing import ConcatRows
 from torchtitan.data.tokens import open_tokens
+from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.parallelize import parallelize
 from torchtitan.distributed.topology import build_topology
@@ -45,6 +46,11 @@ class Trainer:
         config = job.config
         self.job, self.world = job, world
         self.steps = config.training.steps
+        self.precision = Precision(
+            storage=getattr(torch, config.training.dtype),
+            param=getattr(torch, config.training.mixed_precision_param),
+            reduce=getattr(torch, config.training.mixed_precision_reduce),
+        )
         self.topology = build_topology(job.degrees, world)
         rows = self._open_rows()
         self.runner = parallelize(
@@ -55,7 +61,7 @@ class Trainer:
             converters=job.converters,
             device=world.device,
             seed=config.debug.seed,
-            precision=job.precision,
+            precision=self.precision,
             reshard=config.parallelism.fsdp_reshard_after_forward,
             cpu_offload=config.training.enable_cpu_offload,
         )
@@ -204,7 +210,7 @@ class Trainer:
     def _log_summary(self) -> None:
         """What is about to run, in a few lines."""
         config, device = self.job.config, self.world.device
-        training, degrees, precision = config.training, self.job.degrees, self.job.precision
+        training, degrees, precision = config.training, self.job.degrees, self.precision
         shares = self.loader.micro_batches
         logger.info(
             f"torchtitan {__version__}, torch {torch.__version__}, {describe(device)}: {config.job.description}"
@@ -227,7 +233,7 @@ class Trainer:
     def _build_metrics(self) -> Metrics:
         config, device = self.job.config, self.world.device
         by_key = config.metrics.peak_tflops
-        peak, source = peak_flops(device, self.job.precision.param) if by_key is None else (by_key * 1e12, "by key")
+        peak, source = peak_flops(device, self.precision.param) if by_key is None else (by_key * 1e12, "by key")
         logger.info(
             f"peak of a device: {source}; mfu counts attention in full, mfu_causal the half a causal mask leaves"
         )

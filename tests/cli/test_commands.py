@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import CHECKOUT
 from tests.runs import metrics, tiny_argv
+from torchtitan.log import logger
 from torchtitan.train import main as train_main
 
 TRAIN = [sys.executable, "-m", "torchtitan.train"]
@@ -53,6 +55,18 @@ def _on_path(environment: dict[str, str]) -> dict[str, str]:
 def faulty(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "faulty_parts.py").write_text(FAULTY_LOSS)
     return {"PYTHONPATH": str(tmp_path)}
+
+
+@pytest.fixture
+def _process_as_it_was() -> Iterator[None]:
+    """The command run inside the tests' own process leaves its log and its signals as they were."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    log = logger.handlers[:], logger.level, logger.propagate
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    logger.handlers[:], logger.level, logger.propagate = log
 
 
 def end(folder: Path) -> dict[str, object]:
@@ -125,6 +139,7 @@ def test_version() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) and value[0].startswith("--") else "",
 )
+@pytest.mark.usefixtures("_process_as_it_was")
 def test_mistakes_are_told_in_one_line_before_anything_starts(
     argv: list[str], fragments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from torchtitan.checkpoint.storage import (
     Manifest,
     StepFolders,
     damage,
+    find_step,
     share,
     sync_file,
     write_durably,
@@ -252,16 +253,3 @@ def _start_of(folder: Path) -> Mapping[str, Any]:
     except CheckpointError:
         return {}
     return start
-
-
-def find_step(name: str) -> Path:
-    """The step that ``checkpoint.initial_load_path`` means: itself, or the newest complete one below it."""
-    path = Path(name)
-    if (path / METADATA).is_file():
-        return path
-    for root in (path, path / "checkpoint"):
-        if steps := StepFolders(root).steps():
-            return StepFolders(root).path(steps[-1])
-    raise ConfigError(
-        "checkpoint.initial_load_path", "no checkpoint there: neither a step nor a folder with a complete one"
-    )

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
 FORMAT = 1
@@ -186,6 +187,19 @@ class StepFolders:
             if leftover.name.endswith((".partial", ".removing", ".replaced")):
                 logger.info(f"removing {leftover}, which an interrupted save left behind")
                 shutil.rmtree(leftover, ignore_errors=True)
+
+
+def find_step(name: str) -> Path:
+    """The step that ``checkpoint.initial_load_path`` means: itself, or the newest complete one below it."""
+    path = Path(name)
+    if (path / METADATA).is_file():
+        return path
+    for root in (path, path / "checkpoint"):
+        if steps := StepFolders(root).steps():
+            return StepFolders(root).path(steps[-1])
+    raise ConfigError(
+        "checkpoint.initial_load_path", "no checkpoint there: neither a step nor a folder with a complete one"
+    )
 
 
 def share(names: Sequence[str], rank: int, ranks: int) -> list[str]:
