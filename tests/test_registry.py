@@ -150,3 +150,22 @@ def test_unknown_name_of_anything() -> None:
 def test_errors_survive_a_process_border() -> None:
     error = pickle.loads(pickle.dumps(ConfigError("a.b", "is wrong")))
     assert (str(error), error.key, error.problem) == ("a.b: is wrong", "a.b", "is wrong")
+
+
+def _with_unknown_type(*, size: NoSuchType = 1) -> None:  # type: ignore[name-defined]  # noqa: F821
+    ...
+
+
+@pytest.mark.parametrize(
+    ("builder", "said"),
+    [
+        (lambda logits, labels: None, "too many positional|missing a required argument"),
+        ("no function", "is not a callable"),
+        (_with_unknown_type, "NoSuchType"),
+    ],
+)
+def test_a_part_of_another_shape_is_told_with_its_name(builder: Any, said: str) -> None:
+    registry: Registry[Any] = Registry("loss", home="torchtitan.errors", receives=())
+    registry.register("odd", builder)
+    with pytest.raises(ConfigError, match=rf"loss\.name: loss 'odd', .*({said})"):
+        registry.options("odd", key="loss.name")

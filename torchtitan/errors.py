@@ -26,3 +26,8 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         return self.problem if self.key is None else f"{self.key}: {self.problem}"
+
+
+def divisors(n: int) -> str:
+    """The divisors of ``n``, to be named as remedies."""
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

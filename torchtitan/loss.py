@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # torch costs seconds, and --help lists the options of this f
 Loss = Callable[["Tensor", "Tensor"], "Tensor"]
 """Logits ``[batch, seq, vocab]`` and labels ``[batch, seq]`` → the sum over labels that are not ignored, float32."""
 
-LOSSES: Registry[Callable[..., Loss]] = Registry("loss", home=__name__)
+LOSSES: Registry[Callable[..., Loss]] = Registry("loss", home=__name__, receives=())
 
 
 @LOSSES.register("cross_entropy")

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast, overload
 
 from torchtitan.config.options import Option, nearest, option_from_annotation
@@ -24,11 +24,12 @@ class Registry(Generic[T]):
     """Builders by name. Positional parameters of a builder are given by the code, keyword-only ones are its options.
 
     ``kind`` is the word for such a part in messages. ``home`` is the module whose import registers the built-in parts,
-    or a package, of which every module is imported; either at the first look-up only.
+    or a package, of which every module is imported; either at the first look-up only. ``receives`` names what the code
+    gives positionally (None: that is not checked).
     """
 
-    def __init__(self, kind: str, home: str) -> None:
-        self.kind, self.home = kind, home
+    def __init__(self, kind: str, home: str, *, receives: Sequence[str] | None = None) -> None:
+        self.kind, self.home, self.receives = kind, home, receives
         self._items: dict[str, T] = {}
         self._at_home = False
 
@@ -60,18 +61,26 @@ class Registry(Generic[T]):
         return self._items[name]
 
     def options(self, name: str, *, key: str | None = None) -> dict[str, Option]:
-        """What the configuration may set of the part called ``name``."""
+        """What the configuration may set of the part called ``name``; ConfigError, on ``key``, where its signature is
+        not that of such a part."""
         item = self.get(name, key=key)
-        return {
-            parameter.name: option_from_annotation(
-                parameter.name,
-                _annotation(item, parameter),
-                default=None if parameter.default is parameter.empty else parameter.default,
-                required=parameter.default is parameter.empty,
-            )
-            for parameter in inspect.signature(cast(Callable[..., Any], item)).parameters.values()
-            if parameter.kind is parameter.KEYWORD_ONLY
-        }
+        try:
+            signature = inspect.signature(cast(Callable[..., Any], item))
+            parameters = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+            if self.receives is not None:
+                signature.bind(*self.receives, **{p.name: p.default for p in parameters})
+            return {
+                p.name: option_from_annotation(
+                    p.name,
+                    _annotation(item, p),
+                    default=None if p.default is p.empty else p.default,
+                    required=p.default is p.empty,
+                )
+                for p in parameters
+            }
+        except (TypeError, ValueError, NameError) as error:
+            given = "" if self.receives is None else f"; it is called with ({', '.join(self.receives)})"
+            raise ConfigError(key, f"{self.kind} {name!r}, {_origin(item)}, cannot be used: {error}{given}") from error
 
     def bind(self, name: str, options: Mapping[str, Any], *, key: str) -> functools.partial[Any]:
         """The part called ``name`` with ``options`` and the defaults of those that are not given.

@@ -81,7 +81,7 @@ class TextSource(Protocol):
         ...
 
 
-DATASETS: Registry[Any] = Registry("dataset", home=__name__)
+DATASETS: Registry[Any] = Registry("dataset", home=__name__, receives=("path", "on_bad_record"))
 
 
 @DATASETS.register("python_docs")

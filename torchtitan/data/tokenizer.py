@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-TOKENIZERS: Registry[Any] = Registry("tokenizer", home=__name__)
+TOKENIZERS: Registry[Any] = Registry("tokenizer", home=__name__, receives=("path",))
 
 
 def resolve_special_ids(

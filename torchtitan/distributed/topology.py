@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.distributed.world import World
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, divisors
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Degrees:
             if world_size % self.replicate:
                 raise ConfigError(
                     "parallelism.data_parallel_replicate_degree",
-                    f"{self.replicate} does not divide the {world_size} processes; try {_divisors(world_size)}",
+                    f"{self.replicate} does not divide the {world_size} processes; try {divisors(world_size)}",
                 )
             return Degrees(self.replicate, world_size // self.replicate)
         if self.replicate * self.shard != world_size:
@@ -61,7 +61,3 @@ def build_topology(degrees: Degrees, world: World) -> Topology:
     else:
         mesh = init_device_mesh(device, (degrees.shard,), mesh_dim_names=("shard",))
     return Topology(fsdp=mesh, reader_rank=world.rank, readers=degrees.data_parallel)
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

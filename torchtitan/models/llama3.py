@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, divisors
 from torchtitan.models.init import Constant, Normal, Rule
 from torchtitan.models.layers import Attention, FeedForward, RopeScaling, RotaryEmbedding
 from torchtitan.models.spec import MODELS, Layout, ModelSpec, Tokenwise
@@ -52,12 +52,12 @@ class Llama3Args:
         if self.n_heads % self.kv_heads:
             raise ConfigError(
                 "model.args.n_kv_heads",
-                f"{self.kv_heads} does not divide n_heads={self.n_heads}; try {_divisors(self.n_heads)}",
+                f"{self.kv_heads} does not divide n_heads={self.n_heads}; try {divisors(self.n_heads)}",
             )
         if self.head_dim is None and self.dim % self.n_heads:
             raise ConfigError(
                 "model.args.n_heads",
-                f"{self.n_heads} does not divide dim={self.dim}; try {_divisors(self.dim)}, or set model.args.head_dim",
+                f"{self.n_heads} does not divide dim={self.dim}; try {divisors(self.dim)}, or set model.args.head_dim",
             )
         if self.attention_dim < 2 or self.attention_dim % 2:
             raise ConfigError(
@@ -83,10 +83,6 @@ class Llama3Args:
         if self.ffn_dim_multiplier is not None:
             width = int(self.ffn_dim_multiplier * width)
         return -(-width // self.multiple_of) * self.multiple_of
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
 class TransformerBlock(nn.Module):

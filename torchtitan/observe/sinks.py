@@ -46,7 +46,7 @@ class RunFiles:
     resumed_step: int
 
 
-SINKS: Registry[Callable[..., Sink]] = Registry("metric sink", home=__name__)
+SINKS: Registry[Callable[..., Sink]] = Registry("metric sink", home=__name__, receives=("run",))
 """Of builders ``(run: RunFiles, *, options) -> Sink``. Only rank 0 builds and uses sinks."""
 
 _PACKAGES = {"tensorboard": "metrics.enable_tensorboard", "wandb": "metrics.enable_wandb"}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # torch costs seconds, and --help lists the options of this f
 Groups = list[dict[str, Any]]
 """What torch.optim takes: dicts with ``params`` and options of that group, ``lr`` always among them."""
 
-OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry("optimizer", home=__name__)
+OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry("optimizer", home=__name__, receives=("groups",))
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Implementation = Annotated[

@@ -17,7 +17,9 @@ from torchtitan.registry import Registry
 Schedule = Callable[[int], float]
 """Step, from 1 on, → factor of the peak learning rate."""
 
-SCHEDULES: Registry[Callable[..., Schedule]] = Registry("learning-rate schedule", home=__name__)
+SCHEDULES: Registry[Callable[..., Schedule]] = Registry(
+    "learning-rate schedule", home=__name__, receives=("total_steps",)
+)
 
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,

@@ -13,4 +13,4 @@ if TYPE_CHECKING:  # torch costs seconds, and --help lists the options of conver
 Converter = Callable[["Module"], None]
 """Changes a model on the meta device in place, before it is spread over devices."""
 
-CONVERTERS: Registry[Callable[..., Converter]] = Registry("converter", home=__name__)
+CONVERTERS: Registry[Callable[..., Converter]] = Registry("converter", home=__name__, receives=())
