@@ -5,6 +5,7 @@ How it is printed is in ``config/load.py``; bugs and broken machines raise other
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 UNKNOWN: Any = object()
@@ -28,6 +29,7 @@ class ConfigError(ValueError):
         return self.problem if self.key is None else f"{self.key}: {self.problem}"
 
 
-def divisors(n: int) -> str:
-    """The divisors of ``n``, to be named as remedies."""
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+def divisors(*numbers: int) -> str:
+    """What divides all of ``numbers``, to be named as remedies."""
+    common = math.gcd(*numbers)
+    return ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)

@@ -18,12 +18,12 @@ from torchtitan.checkpoint.storage import CheckpointError, Manifest, StepFolders
 from torchtitan.config import JobConfig
 from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
-from torchtitan.distributed.topology import Degrees
+from torchtitan.distributed.spread import Spread, micro_batches, plan_spread
 from torchtitan.errors import ConfigError
 from torchtitan.loss import LOSSES, Loss
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.observe.sinks import SINKS, check_packages
-from torchtitan.optim.optimizers import OPTIMIZERS, parameter_groups
+from torchtitan.optim.optimizers import OPTIMIZERS, check_patterns
 from torchtitan.optim.schedules import SCHEDULES, Schedule
 from torchtitan.registry import unknown_name
 from torchtitan.resilience.folder import check_folder
@@ -35,7 +35,7 @@ class Job:
     """A configuration whose every word has been understood, for a world of a given size."""
 
     config: JobConfig
-    degrees: Degrees
+    spread: Spread
     spec: ModelSpec
     args: Any
     source: TextSource
@@ -58,11 +58,20 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     check_folder(Path(config.job.dump_folder))
     if config.checkpoint.enable:
         _check_checkpoints(config)
-    degrees = Degrees(
-        config.parallelism.data_parallel_replicate_degree, config.parallelism.data_parallel_shard_degree
-    ).resolve(world_size)
     spec = MODELS.get(model.name, key="model.name")
     args = resolve_args(spec, model.flavor, model.args)
+    spread = plan_spread(
+        config.parallelism,
+        spec,
+        args,
+        world_size=world_size,
+        seq_len=training.seq_len,
+        local_batch_size=training.local_batch_size,
+    )
+    rows = training.global_batch_size
+    micro_batches(
+        spread, training.local_batch_size * spread.degrees.readers if rows == -1 else rows, training.local_batch_size
+    )
 
     tokenizer = _bound(TOKENIZERS, config.tokenizer, "tokenizer")(model.hf_assets_path)
     bos_id, eos_id = resolve_special_ids(
@@ -74,15 +83,11 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     )
 
     optimizer = _bound(OPTIMIZERS, config.optimizer, "optimizer")
-    if config.optimizer.weight_decay_exclude:
-        parameter_groups(
-            spec.build_meta(args).named_parameters(),
-            lr=0.0,
-            weight_decay_exclude=config.optimizer.weight_decay_exclude,
-        )
+    if patterns := config.optimizer.weight_decay_exclude:
+        check_patterns([name for name, _ in spec.build_meta(args).named_parameters()], patterns)
     return Job(
         config=config,
-        degrees=degrees,
+        spread=spread,
         spec=spec,
         args=args,
         source=source,

@@ -4,7 +4,6 @@ What a part does is in its room; what is said in the configuration is bound in `
 """
 
 import json
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -23,6 +22,8 @@ from torchtitan.data.tokens import open_tokens
 from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.parallelize import parallelize
+from torchtitan.distributed.spread import micro_batches
+from torchtitan.distributed.stages import describe as describe_pipeline
 from torchtitan.distributed.topology import build_topology
 from torchtitan.distributed.world import World
 from torchtitan.log import logger
@@ -51,27 +52,26 @@ class Trainer:
             param=getattr(torch, config.training.mixed_precision_param),
             reduce=getattr(torch, config.training.mixed_precision_reduce),
         )
-        self.topology = build_topology(job.degrees, world)
+        self.topology = build_topology(job.spread.degrees, world)
         rows = self._open_rows()
         self.runner = parallelize(
             job.spec,
             job.args,
             self.topology,
+            job.spread,
             loss=job.loss,
             converters=job.converters,
             device=world.device,
             seed=config.debug.seed,
             precision=self.precision,
-            reshard=config.parallelism.fsdp_reshard_after_forward,
             cpu_offload=config.training.enable_cpu_offload,
         )
         if config.model.print_after_conversion:
-            logger.info(f"the model after its converters:\n{self.runner.parts[0]}")
-        self.named_parameters = [item for part in self.runner.parts for item in part.named_parameters()]
-        self.parameters = [parameter for _, parameter in self.named_parameters]
+            logger.info("the model after its converters:\n" + "\n".join(map(str, self.runner.parts)))
+        self.parameters = [parameter for _, parameter in self.runner.named_parameters]
         self.optimizer = job.optimizer(
             parameter_groups(
-                self.named_parameters,
+                self.runner.named_parameters,
                 lr=config.optimizer.lr,
                 weight_decay_exclude=config.optimizer.weight_decay_exclude,
             )
@@ -84,12 +84,14 @@ class Trainer:
         if self.checkpointer is not None:
             self._load(self.checkpointer)
         self._settle_batch_size()
+        self.micro_batches = micro_batches(job.spread, self.state.global_batch_size, config.training.local_batch_size)
         self.loader = build_loader(
             rows,
             global_batch_size=self.state.global_batch_size,
-            ranks=self.topology.readers,
+            ranks=job.spread.degrees.readers,
             rank=self.topology.reader_rank,
             local_batch_size=config.training.local_batch_size,
+            multiple_of=job.spread.rows_multiple,
             first_row=self.position.next_row,
             num_workers=config.training.dataloader.num_workers,
             prefetch_factor=config.training.dataloader.prefetch_factor,
@@ -100,8 +102,11 @@ class Trainer:
     def train_step(self, batches: Sequence[Batch], num_valid: float) -> tuple[Tensor, Tensor]:
         """One update from this rank's ``batches``; returns its share of the loss, and the global gradient norm."""
         self.optimizer.zero_grad()
-        losses = [self.runner.forward_backward(batch.to(self.world.device), num_valid) for batch in batches]
-        norm = global_norm(self.parameters)
+        loss = self.runner.forward_backward([batch.to(self.world.device) for batch in batches], num_valid)
+        pipeline = self.topology.pipeline
+        norm = global_norm(
+            self.parameters, duplicates=self.runner.duplicates, pipeline=pipeline.group if pipeline else None
+        )
         if not norm.isfinite():
             raise NonFiniteError(
                 f"the gradient norm of step {self.state.step + 1} is {norm.item()}; "
@@ -112,7 +117,7 @@ class Trainer:
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * self.job.schedule(self.state.step - self.schedule_start.after_step)
         self.optimizer.step()
-        return torch.stack(losses).sum(), norm
+        return loss, norm
 
     def run(self, stop: StopRequest) -> bool:
         """Train to the last step (True), or until any rank is asked to stop (False); then save."""
@@ -127,9 +132,10 @@ class Trainer:
             rows = clock.next_of(batches)
             own_valid = sum(batch.num_valid() for batch in rows)
             # That somebody wants to stop travels with the count, so that all ranks stop at the same step.
-            num_valid, stopping = self.world.sum([own_valid, float(bool(stop))])
+            counted, stopping = self.world.sum([own_valid, float(bool(stop))])
             if stopping:
                 break
+            num_valid = counted / self.topology.degrees.copies
             loss, norm = self.train_step(rows, max(num_valid, 1.0))
             state.tokens_seen += state.global_batch_size * config.training.seq_len
             self.position.next_row += state.global_batch_size
@@ -138,7 +144,7 @@ class Trainer:
                 self._log(float(loss), float(norm), own_valid, num_valid, clock)
                 clock = _Clock()
             if state.step == first_step:
-                self.world.set_timeout(config.comm.train_timeout_seconds, self.topology.fsdp.get_all_groups())
+                self.world.set_timeout(config.comm.train_timeout_seconds, list(self.topology.groups()))
             if self.checkpointer is not None:
                 self.checkpointer.save(state.step)
             collection.step(state.step)
@@ -174,7 +180,8 @@ class Trainer:
         return Checkpointer(
             Path(config.job.dump_folder) / keys.folder,
             self.world,
-            modules=self.runner.parts,
+            parameters=self.runner.named_parameters,
+            names=[name for name, _ in self.job.spec.build_meta(self.job.args).named_parameters()],
             optimizer=self.optimizer,
             numbers={
                 "model": ModelFacts(json.loads(json.dumps(asdict(self.job.args)))),
@@ -205,12 +212,12 @@ class Trainer:
         if training.global_batch_size != -1:
             self.state.global_batch_size = training.global_batch_size
         elif not self.state.global_batch_size:
-            self.state.global_batch_size = training.local_batch_size * self.topology.readers
+            self.state.global_batch_size = training.local_batch_size * self.topology.degrees.readers
 
     def _log_summary(self) -> None:
         """What is about to run, in a few lines."""
         config, device = self.job.config, self.world.device
-        training, degrees, precision = config.training, self.job.degrees, self.precision
+        training, spread, precision = config.training, self.job.spread, self.precision
         shares = self.loader.micro_batches
         logger.info(
             f"torchtitan {__version__}, torch {torch.__version__}, {describe(device)}: {config.job.description}"
@@ -221,10 +228,12 @@ class Trainer:
             f"{_short(precision.reduce)}"
         )
         logger.info(
-            f"{self.world.size} ranks: replicate {degrees.replicate} × shard {degrees.shard}; global batch "
+            f"{self.world.size} ranks: {spread.degrees}; global batch "
             f"{self.state.global_batch_size} × {training.seq_len} tokens in {shares} micro-batches a rank; "
             f"steps {self.state.step + 1} to {training.steps}"
         )
+        if spread.pipeline is not None:
+            logger.info(describe_pipeline(spread.pipeline, self.micro_batches))
         if device.type == "cpu" and precision.param == torch.bfloat16 and not has_fast_bfloat16():
             logger.warning(
                 'this CPU is slow in bfloat16; training.mixed_precision_param = "float32" is many times faster here'
@@ -250,14 +259,15 @@ class Trainer:
         )
 
     def _log(self, loss: float, norm: float, own_valid: int, num_valid: float, clock: "_Clock") -> None:
-        (total,) = self.world.sum([loss])
-        (largest,) = self.world.max([loss * num_valid / own_valid if own_valid else -math.inf])
+        losses = self._by_reader(loss / self.topology.degrees.tensor)  # tensor peers hold the same, others parts
+        valid = self._by_reader(own_valid / self.topology.degrees.copies)
+        means = [loss * num_valid / n for loss, n in zip(losses, valid, strict=True) if n]
         assert self.metrics is not None
         self.metrics.write(
             StepStats(
                 step=self.state.step,
-                loss=total,
-                max_loss=largest if math.isfinite(largest) else None,
+                loss=sum(losses),
+                max_loss=max(means, default=None),
                 grad_norm=norm,
                 lr=self.optimizer.param_groups[0]["lr"],
                 tokens_seen=self.state.tokens_seen,
@@ -267,6 +277,12 @@ class Trainer:
                 data_seconds=clock.data_seconds,
             )
         )
+
+    def _by_reader(self, value: float) -> list[float]:
+        """The sum of ``value`` over the ranks that read the same rows, for each such group of ranks."""
+        values = [0.0] * self.topology.degrees.readers
+        values[self.topology.reader_rank] = value
+        return self.world.sum(values)
 
 
 def _short(dtype: torch.dtype) -> str:

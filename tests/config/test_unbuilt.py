@@ -28,7 +28,7 @@ def test_only_the_value_that_asks_for_nothing(key: str) -> None:
 
 def test_what_asks_for_nothing_is_dropped() -> None:
     config = load_config(
-        ["--compile.no_enable", "--parallelism.tensor_parallel_degree=1", "--compile.components", "model,loss"]
+        ["--compile.no_enable", "--parallelism.expert_parallel_degree=1", "--compile.components", "model,loss"]
     )
     assert config == load_config([])
 

@@ -21,7 +21,8 @@ def test_a_preset_loads_builds_and_passes_its_checks(preset: Path, tmp_path: Pat
     config = load_config(argv)
     ranks = 1 if preset.stem == "debug_model" else 64
     job = resolve_job(config, ranks)
-    assert job.degrees.data_parallel == ranks
+    degrees = job.spread.degrees
+    assert degrees.readers * degrees.copies == ranks
     assert all(p.is_meta for p in job.spec.build_meta(job.args).parameters())
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(to_toml(config))

@@ -5,7 +5,7 @@ from torch import nn
 
 from torchtitan.errors import ConfigError
 from torchtitan.models.llama3 import Llama3, Llama3Args
-from torchtitan.optim.optimizers import parameter_groups
+from torchtitan.optim.optimizers import check_patterns, parameter_groups
 
 MODEL = Llama3(Llama3Args(dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=16))
 
@@ -37,5 +37,5 @@ def test_everything_may_be_excluded() -> None:
 
 def test_a_pattern_that_matches_nothing_is_a_mistake() -> None:
     with pytest.raises(ConfigError, match=r"no parameter matches '\*\.bias'") as refused:
-        parameter_groups(MODEL.named_parameters(), lr=0.1, weight_decay_exclude=["*norm.weight", "*.bias"])
+        check_patterns([name for name, _ in MODEL.named_parameters()], ["*norm.weight", "*.bias"])
     assert refused.value.key == "optimizer.weight_decay_exclude"

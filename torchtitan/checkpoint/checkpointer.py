@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from torchtitan.checkpoint.storage import (
     MANIFEST,
@@ -24,7 +24,7 @@ from torchtitan.checkpoint.storage import (
     sync_file,
     write_durably,
 )
-from torchtitan.checkpoint.tensors import read_tensors, write_tensors
+from torchtitan.checkpoint.tensors import copy_state, read_tensors, write_tensors
 from torchtitan.distributed.world import World
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
@@ -40,9 +40,9 @@ class Numbers(Protocol):
 class Checkpointer:
     """The parts of a run and the folder that holds their steps.
 
-    ``modules`` are the model's parts on this rank and ``optimizer`` updates their parameters; ``numbers`` are the
-    other parts by name, and whatever of "model" and "optimizer" is no tensor. All methods are called by all ranks
-    together.
+    ``parameters`` are those of this rank, and ``names`` those of the whole model; a name that comes twice has two
+    copies, which stay equal. ``optimizer`` updates them; ``numbers`` are the other parts by name, and whatever of
+    "model" and "optimizer" is no tensor. All methods are called by all ranks together.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class Checkpointer:
         root: Path,
         world: World,
         *,
-        modules: Sequence[nn.Module],
+        parameters: Sequence[tuple[str, Tensor]],
+        names: Sequence[str],
         optimizer: torch.optim.Optimizer,
         numbers: Mapping[str, Numbers],
         config_toml: str,
@@ -62,7 +63,9 @@ class Checkpointer:
     ) -> None:
         self._folders = StepFolders(root)
         self._world = world
-        self._parameters = {name: p for module in modules for name, p in module.named_parameters()}
+        self._parameters: dict[str, Tensor] = {}
+        self._twins = [(first, p) for name, p in parameters if (first := self._parameters.setdefault(name, p)) is not p]
+        self._names = names
         self._optimizer = optimizer
         self._numbers = numbers
         self._config_toml = config_toml
@@ -230,9 +233,12 @@ class Checkpointer:
             folder,
             self._parameters,
             self._optimizer,
+            names=self._names,
             with_model="model" not in without,
             with_optimizer="optimizer" not in without,
         )
+        for first, twin in self._twins:
+            copy_state(first, twin, self._optimizer)
 
     def _damage(self, folder: Path) -> str | None:
         """What is wrong with a step, agreed on by all ranks; each reads its share of the files."""

@@ -3,7 +3,7 @@
 When that is done, and what else a step holds, is in ``checkpointer.py``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,14 @@ def read_tensors(
     parameters: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     *,
+    names: Collection[str],
     with_model: bool = True,
     with_optimizer: bool = True,
 ) -> None:
-    """Read into ``parameters`` and ``optimizer``; CheckpointError where the step does not hold what they need."""
+    """Read into ``parameters`` and ``optimizer``; CheckpointError where the step does not hold what they need.
+
+    ``names`` are those of all parameters of the model, whoever holds them.
+    """
     reader = dcp.FileSystemReader(folder)
     try:
         metadata = reader.read_metadata()
@@ -48,7 +52,7 @@ def read_tensors(
         raise CheckpointError(f"{folder / METADATA} cannot be read: {_one_line(error)}") from error
     state: dict[str, Any] = {}
     if with_model:
-        check_weights(parameters, metadata, folder)
+        check_weights(parameters, names, metadata, folder)
         state.update(parameters)
     moments: dict[str, Tensor] = {}
     if with_optimizer:
@@ -64,22 +68,23 @@ def read_tensors(
         put_optimizer_state(parameters, optimizer, moments)
 
 
-def check_weights(parameters: Mapping[str, Tensor], metadata: Metadata, folder: Path) -> None:
-    """CheckpointError if a step holds other weights than ``parameters``: fewer, more, or of other shapes."""
+def check_weights(parameters: Mapping[str, Tensor], names: Collection[str], metadata: Metadata, folder: Path) -> None:
+    """CheckpointError if a step holds other weights than those of ``names``, or ``parameters`` of other shapes."""
     stored = {
         name: entry.size
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and not name.startswith(_NO_WEIGHTS)
     }
     remedy = "are model.name, model.flavor and model.args those it was saved with?"
-    for name, parameter in parameters.items():
+    for name in names:
         if name not in stored:
             raise CheckpointError(f"{folder} holds no {name}; {remedy}")
+    for name, parameter in parameters.items():
         if stored[name] != parameter.shape:
             raise CheckpointError(
                 f"{folder} holds {name} as {list(stored[name])}, the model wants {list(parameter.shape)}; {remedy}"
             )
-    if unwanted := sorted(set(stored) - set(parameters)):
+    if unwanted := sorted(set(stored) - set(names)):
         raise CheckpointError(f"{folder} holds {unwanted[0]}, which the model has not; {remedy}")
 
 
@@ -131,6 +136,14 @@ def put_optimizer_state(
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if own:
             optimizer.state[parameter] = own
+
+
+@torch.no_grad()
+def copy_state(parameter: Tensor, twin: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Give ``twin``, spread like ``parameter``, its weights and its optimizer state."""
+    twin.copy_(parameter)
+    if parameter in optimizer.state:
+        optimizer.state[twin] = {key: value.clone() for key, value in optimizer.state[parameter].items()}
 
 
 def _is_storage_failure(failure: BaseException) -> bool:

@@ -19,7 +19,7 @@ from torchtitan.errors import ConfigError
 
 _EPILOG = """\
 print [OVERRIDES]          the resolved configuration, with the source of each value that is no default
-check [OVERRIDES]          everything that can be checked before a run, for WORLD_SIZE ranks (default 1)
+check [OVERRIDES]          everything that can be checked before a run, for WORLD_SIZE or NGPU ranks (default 1)
 explain KEY [OVERRIDES]    a key or a section: meaning, type, default, value
 reference                  the reference page, as Markdown
 
@@ -66,9 +66,10 @@ def main(argv: Sequence[str]) -> int:
 
 def check(config: JobConfig) -> str:
     """One line on what would run; ConfigError for what could not."""
-    text = os.environ.get("WORLD_SIZE", "1")
+    name = next((name for name in ("WORLD_SIZE", "NGPU") if name in os.environ), None)
+    text = os.environ[name] if name else "1"
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(None, f"WORLD_SIZE={text} in the environment is no number of ranks")
+        raise ConfigError(None, f"{name}={text} in the environment is no number of ranks")
     from torchtitan.resolve import resolve_job  # needs torch
 
     resolve_job(config, int(text))

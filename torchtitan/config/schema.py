@@ -16,6 +16,9 @@ from torchtitan.config.options import Option, option_from_field
 from torchtitan.errors import UNKNOWN, ConfigError
 
 Dtype = Literal["float32", "bfloat16"]
+ScheduleName = Literal[
+    "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
 Auto = Literal[-1] | Annotated[int, Field(ge=1, le=2**24)]
 """A count that is worked out from the rest where it is -1."""
 
@@ -160,8 +163,28 @@ class Parallelism(Section):
     data_parallel_replicate_degree: int = key(1, "copies of the sharded model", ge=1)
     data_parallel_shard_degree: Auto = key(-1, "ranks a copy is sharded over; -1: all that are left")
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
-        "default", "free gathered weights after the forward pass; default: those of blocks, not of the head"
+        "default",
+        "free gathered weights after the forward pass; default: those of blocks, none in a pipeline",
     )
+    tensor_parallel_degree: int = key(1, "ranks that share each layer's heads and features, and tokens between", ge=1)
+    disable_loss_parallel: bool = key(False, "gather the logits of tensor ranks before the loss")
+    context_parallel_degree: int = key(1, "ranks that share the tokens of each row", ge=1)
+    context_parallel_method: Literal["gather", "ulysses"] = key(
+        "gather", "gather keys and values of all tokens, or exchange tokens for heads around attention"
+    )
+    context_parallel_load_balancer: Literal["headtail", "none"] = key(
+        "headtail", "gather: a rank holds an early and a late piece of each row, or one piece"
+    )
+    pipeline_parallel_degree: int = key(1, "ranks that hold the layers one after the other; each may hold stages", ge=1)
+    pipeline_parallel_schedule: ScheduleName = key("1F1B", "order in which micro-batches pass the stages")
+    pipeline_parallel_schedule_csv: PathText = key("", "file with an order of your own, a line for each rank")
+    pipeline_parallel_microbatch_size: int = key(1, "rows of a micro-batch of the pipeline", ge=1)
+    pipeline_parallel_layers_per_stage: int | None = key(
+        None, "layers of a stage; none: one or two stages a rank", ge=1
+    )
+    pipeline_parallel_first_stage_less_layers: int = key(1, "layers that the embedding weighs as much as", ge=0)
+    pipeline_parallel_last_stage_less_layers: int = key(1, "layers that the head weighs as much as", ge=0)
+    module_fqns_per_model_part: list[list[str]] | None = key(None, "modules of each stage; none: worked out")
 
 
 class Checkpoint(Section):

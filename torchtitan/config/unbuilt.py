@@ -68,37 +68,19 @@ _add("training", "the report of reference cycles", {"gc_debug": False})
 _add("data", "a blend of data sets", {"sources": ABSENT})
 _add(
     "parallelism",
-    "tensor parallelism",
-    {"tensor_parallel_degree": 1, "disable_loss_parallel": False, "enable_async_tensor_parallel": False},
-)
-_add(
-    "parallelism",
-    "pipeline parallelism",
-    {
-        "pipeline_parallel_degree": 1,
-        "module_fqns_per_model_part": None,
-        "pipeline_parallel_first_stage_less_layers": 1,
-        "pipeline_parallel_last_stage_less_layers": 1,
-        "pipeline_parallel_layers_per_stage": None,
-        "pipeline_parallel_schedule": "1F1B",
-        "pipeline_parallel_schedule_csv": "",
-        "pipeline_parallel_microbatch_size": 1,
-        "pipeline_parallel_expert_parallel_overlap": True,
-    },
-)
-_add(
-    "parallelism",
-    "context parallelism",
-    {
-        "context_parallel_degree": 1,
-        "context_parallel_load_balancer": "headtail",
-        "context_parallel_method": "gather",
-    },
+    "",
+    {"enable_async_tensor_parallel": False},
+    "asynchronous tensor parallelism needs torch.compile and symmetric memory of CUDA, which is not built yet",
 )
 _add(
     "parallelism",
     "expert parallelism",
-    {"expert_parallel_degree": 1, "expert_tensor_parallel_degree": 1, "expert_parallel_comm_backend": "standard"},
+    {
+        "expert_parallel_degree": 1,
+        "expert_tensor_parallel_degree": 1,
+        "expert_parallel_comm_backend": "standard",
+        "pipeline_parallel_expert_parallel_overlap": True,
+    },
 )
 _add("checkpoint", "asynchronous saving", {"async_mode": "disabled"})
 _add(

@@ -31,14 +31,16 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Share:
     """What one of ``ranks`` data-parallel ranks takes of a step's global batch.
 
-    All ranks take equally many rows, in equally large micro-batches that are no larger than
-    ``local_batch_size``: what is missing to that is filled up with rows that count in no loss.
+    All ranks take equally many rows, in equally large micro-batches of a multiple of ``multiple_of`` rows that are no
+    larger than ``local_batch_size``, itself such a multiple: what is missing to that is filled up with rows that count
+    in no loss.
     """
 
     global_batch_size: int
     ranks: int
     rank: int
     local_batch_size: int
+    multiple_of: int = 1
 
     @property
     def _rows_per_rank(self) -> int:
@@ -50,7 +52,8 @@ class Share:
 
     @property
     def micro_batch_size(self) -> int:
-        return math.ceil(self._rows_per_rank / self.micro_batches)
+        rows = math.ceil(self._rows_per_rank / self.micro_batches)
+        return math.ceil(rows / self.multiple_of) * self.multiple_of
 
     def rows(self, first_row: int, step: int) -> range:
         """Global indices of this rank's rows, ``step`` steps after the one that began with ``first_row``."""
@@ -91,6 +94,7 @@ def build_loader(
     ranks: int,
     rank: int,
     local_batch_size: int,
+    multiple_of: int = 1,
     first_row: int = 0,
     num_workers: int = 0,
     prefetch_factor: int | None = None,
@@ -99,14 +103,15 @@ def build_loader(
     """A loader of this rank's share of each global batch, from row ``first_row`` on.
 
     ``rank`` and ``ranks`` are data-parallel. The global batches are the same for any number of ranks and workers
-    and any ``local_batch_size``. ``prefetch_factor`` is the number of steps each worker prepares ahead (None: 2).
+    and any ``local_batch_size``. A micro-batch has a multiple of ``multiple_of`` rows. ``prefetch_factor`` is the
+    number of steps each worker prepares ahead (None: 2).
     """
     if prefetch_factor is not None and num_workers == 0:
         raise ConfigError(
             "training.dataloader.prefetch_factor",
             "nothing is prefetched without workers; set training.dataloader.num_workers, or leave this out",
         )
-    share = Share(global_batch_size, ranks, rank, local_batch_size)
+    share = Share(global_batch_size, ranks, rank, local_batch_size, multiple_of)
     with warnings.catch_warnings():
         # torchdata 0.11 calls something that torch 2.13 deprecates; nobody here can mend it.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")

@@ -4,6 +4,7 @@ A single rank is a mesh of one, replicas are a second mesh dimension: there is n
 no other place for mixed precision.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +28,10 @@ class Precision:
     reduce: torch.dtype = torch.float32
 
 
+def has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
 def apply_fsdp(
     model: nn.Module,
     layout: Layout,
@@ -39,8 +44,11 @@ def apply_fsdp(
 ) -> None:
     """Shard each block, the stem and the head of ``model`` in place; gradients are summed, never averaged.
 
-    With ``reshard`` "default" and "always" a block's full weights are freed after its forward pass.
+    ``model`` may be a part of one. With ``reshard`` "default" and "always" a block's full weights are freed after its
+    forward pass.
     """
+    # The local part of a spread tensor is a view; nothing here changes an activation in place.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param,
         reduce_dtype=precision.reduce,
@@ -62,9 +70,12 @@ def apply_fsdp(
     # A tied weight is used by stem and head alike, so it belongs to the group of the whole model.
     if not tied:
         for name in layout.stem:
-            shard([model.get_submodule(name)], free)
-        # The backward pass needs the head first: freeing it after the forward pass would only fetch it twice.
-        shard([model.get_submodule(name) for name in layout.head], reshard == "always")
+            if has_parameters(module := model.get_submodule(name)):
+                shard([module], free)
+        head = [module for name in layout.head if has_parameters(module := model.get_submodule(name))]
+        if head:
+            # The backward pass needs the head first: freeing it after the forward pass would only fetch it twice.
+            shard(head, reshard == "always")
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard == "always", mp_policy=policy, offload_policy=offload)
     if mesh.size() > 1:
         for module in model.modules():

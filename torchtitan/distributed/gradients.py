@@ -3,7 +3,7 @@
 Optimizers are in ``optim/``; what a non-finite norm means for the run is the trainer's to say.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,20 +12,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
-def global_norm(parameters: Iterable[Tensor]) -> Tensor:
+def global_norm(
+    parameters: Sequence[Tensor], *, duplicates: Sequence[Tensor] = (), pipeline: dist.ProcessGroup | None = None
+) -> Tensor:
     """The 2-norm over the gradients of ``parameters`` on all ranks, float32, the same on each of them.
 
-    Elements held by several ranks count once.
+    Elements held by several ranks of a parameter's mesh count once. ``pipeline`` are the ranks that hold the other
+    stages of the model, and ``duplicates`` those of ``parameters`` that another stage counts.
     """
+    counted_elsewhere = {id(parameter) for parameter in duplicates}
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for parameter in parameters:
         grad = parameter.grad
-        if grad is None:
+        if grad is None or id(parameter) in counted_elsewhere:
             continue
         if isinstance(grad, DTensor):
             if any(p.is_partial() for p in grad.placements):
                 raise RuntimeError(f"a gradient is still partial over ranks: {grad.placements}")
-            dims = tuple(d for d, p in enumerate(grad.placements) if p.is_shard())
+            # Not is_shard(): of a weight spread over two dimensions, the strided one says no.
+            dims = tuple(d for d, p in enumerate(grad.placements) if not p.is_replicate())
             groups.setdefault((grad.device_mesh, dims), []).append(grad.to_local())
         else:
             groups.setdefault((None, ()), []).append(grad)
@@ -36,7 +41,10 @@ def global_norm(parameters: Iterable[Tensor]) -> Tensor:
             assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(dim))
         squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=parameters[0].device)
+    if pipeline is not None:
+        dist.all_reduce(total, group=pipeline)
+    return total.sqrt()
 
 
 def _square_norm(grad: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Building blocks that decoder families share: rotary positions, attention, gated feed-forward.
+"""Building blocks that decoder families share: rotary positions, projections of attention, gated feed-forward.
 
 Whole models and their sizes do not belong here. Every module works on however many heads or features its weights
 hold: shapes are asked of the tensors, never computed from a configuration.
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.errors import ConfigError
+from torchtitan.models.attention import InnerAttention
 
 
 @dataclass(frozen=True)
@@ -75,21 +76,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
 
 
-class CausalAttention(nn.Module):
-    """Scaled dot-product attention of each token to itself and those before it; no parameters.
-
-    Queries ``[batch, seq, heads, head_dim]``; keys and values may have fewer heads, each serving a group of queries.
-    """
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return out.transpose(1, 2)
-
-
 class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions: ``[batch, seq, dim]`` → the same."""
+    """Grouped-query self-attention with rotary positions: ``[batch, seq, dim]`` → the same; ``allowed`` is what the
+    model's mask module returned."""
 
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -98,12 +87,12 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
-        self.inner_attention = CausalAttention()
+        self.inner_attention = InnerAttention()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, allowed: Tensor | None) -> Tensor:
         batch, seq, _ = x.shape
         q, k, v = (w(x).view(batch, seq, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
-        out = self.inner_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+        out = self.inner_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, allowed)
         return self.wo(out.reshape(batch, seq, -1))
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from torchtitan.errors import ConfigError, divisors
+from torchtitan.models.attention import CausalMask
 from torchtitan.models.init import Constant, Normal, Rule
 from torchtitan.models.layers import Attention, FeedForward, RopeScaling, RotaryEmbedding
-from torchtitan.models.spec import MODELS, Layout, ModelSpec, Tokenwise
+from torchtitan.models.spec import MODELS, Divisible, Layout, ModelSpec, Role, Tokenwise
 
 _POSITIVE = (
     *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "ffn_dim", "multiple_of"),
@@ -95,8 +96,8 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, allowed: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, allowed)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -110,6 +111,7 @@ class Llama3(nn.Module):
         super().__init__()
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.rope = RotaryEmbedding(args.attention_dim, args.rope_theta, args.rope_scaling_args)
+        self.mask = CausalMask()
         self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -118,9 +120,10 @@ class Llama3(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         cos, sin = self.rope(positions)
+        allowed = self.mask(positions)
         x = self.tok_embeddings(tokens)
         for layer in self.layers.values():
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, allowed)
         return self.output(self.norm(x))
 
 
@@ -151,6 +154,25 @@ def flops(args: Llama3Args, seq_len: int) -> Tokenwise:
 
 def tied(args: Llama3Args) -> Mapping[str, str]:
     return {"output.weight": "tok_embeddings.weight"} if args.tie_word_embeddings else {}
+
+
+ROLES: Mapping[str, Role] = {
+    "tok_embeddings": "embedding",
+    "layers.*.attention_norm": "norm",
+    "layers.*.attention": "gather",
+    "layers.*.attention.w[qkv]": "column",
+    "layers.*.attention.wo": "row",
+    "layers.*.ffn_norm": "norm",
+    "layers.*.feed_forward": "gather",
+    "layers.*.feed_forward.w[13]": "column",
+    "layers.*.feed_forward.w2": "row",
+    "norm": "norm",
+    "output": "head",
+}
+
+
+def divisible(args: Llama3Args) -> Divisible:
+    return Divisible(heads=args.n_heads, kv_heads=args.kv_heads, hidden=args.hidden_dim)
 
 
 _LLAMA_32 = RopeScaling(scaling_factor=32.0)
@@ -189,6 +211,8 @@ MODELS.register(
         layout=Layout(stem=("tok_embeddings",), blocks="layers", head=("norm", "output")),
         init=init_rules,
         flops=flops,
+        roles=ROLES,
+        divisible=divisible,
         tied=tied,
     ),
 )

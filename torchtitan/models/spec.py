@@ -5,7 +5,7 @@ No family stands here, and nothing about how a model is spread over devices.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,11 +16,33 @@ from torchtitan.registry import Registry
 
 @dataclass(frozen=True)
 class Layout:
-    """The module names of a decoder in the order the data passes them: stem, each child of ``blocks``, head."""
+    """The module names of a decoder in the order the data passes them: stem, each child of ``blocks``, head.
+
+    Any of them may be missing in a part of a model, which then passes on its first input in its place. ``mask`` makes
+    of the positions what ``attention``, named as it is within a block, takes beside queries, keys and values.
+    """
 
     stem: tuple[str, ...]
     blocks: str
     head: tuple[str, ...]
+    mask: str = "mask"
+    attention: str = "attention.inner_attention"
+
+
+Role = Literal["embedding", "norm", "head_norm", "gather", "column", "row", "head"]
+"""What a module does to activations ``[batch, seq, features]`` whose features, or between blocks whose tokens, are
+spread: "embedding" looks tokens up, rows of its table apart; "norm" works on each token by itself, "head_norm" on each
+head of ``[batch, seq, heads, head_dim]``; "gather" needs all tokens of a sequence; "column" holds some of the outputs
+of a linear map and "row" some of its inputs; "head" is a column whose outputs are the logits."""
+
+
+@dataclass(frozen=True)
+class Divisible:
+    """What a degree must divide where it spreads features: query heads, key-value heads, the feed-forward width."""
+
+    heads: int
+    kv_heads: int
+    hidden: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +71,8 @@ class ModelSpec:
 
     ``cls(args)`` is an ordinary module with ``forward(tokens, positions) -> logits``, both inputs ``[batch, seq]``,
     the output ``[batch, seq, vocab]``. ``args_cls`` is a frozen dataclass with at least ``vocab_size``.
-    ``init`` gives a rule for every parameter name pattern, the first match counting.
+    ``init`` gives a rule for every parameter name pattern, the first match counting; ``roles`` a role for the pattern
+    of every module that has parameters.
     """
 
     cls: Callable[[Any], nn.Module]
@@ -58,6 +81,8 @@ class ModelSpec:
     layout: Layout
     init: Callable[[Any], Mapping[str, Rule]]
     flops: Callable[[Any, int], Tokenwise]
+    roles: Mapping[str, Role]
+    divisible: Callable[[Any], Divisible]
     tied: Callable[[Any], Mapping[str, str]] = field(default=lambda args: {})
     """Second name → first name of a parameter that stands in the model under two names."""
 

@@ -69,22 +69,22 @@ def _kernel(implementation: str) -> dict[str, bool]:
 def parameter_groups(
     named_parameters: Iterable[tuple[str, Tensor]], *, lr: float, weight_decay_exclude: Sequence[str]
 ) -> Groups:
-    """The parameters that decay, and those whose name matches a pattern of ``weight_decay_exclude``.
-
-    Raises ConfigError for a pattern that matches no parameter.
-    """
+    """The parameters that decay, and those whose name matches a pattern of ``weight_decay_exclude``."""
     decayed: list[Tensor] = []
     excluded: list[Tensor] = []
-    unused = set(weight_decay_exclude)
     for name, parameter in named_parameters:
-        hits = {pattern for pattern in weight_decay_exclude if fnmatch.fnmatchcase(name, pattern)}
-        unused -= hits
-        (excluded if hits else decayed).append(parameter)
-    if unused:
-        raise ConfigError(
-            "optimizer.weight_decay_exclude",
-            f"no parameter matches {sorted(unused)[0]!r}; "
-            "names look like layers.0.attention.wq.weight, so try '*norm.weight'",
-        )
+        matches = any(fnmatch.fnmatchcase(name, pattern) for pattern in weight_decay_exclude)
+        (excluded if matches else decayed).append(parameter)
     groups: Groups = [{"params": decayed, "lr": lr}, {"params": excluded, "lr": lr, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def check_patterns(names: Sequence[str], patterns: Sequence[str]) -> None:
+    """ConfigError for a pattern of ``optimizer.weight_decay_exclude`` that matches none of the model's ``names``."""
+    for pattern in sorted(patterns):
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(
+                "optimizer.weight_decay_exclude",
+                f"no parameter matches {pattern!r}; "
+                "names look like layers.0.attention.wq.weight, so try '*norm.weight'",
+            )

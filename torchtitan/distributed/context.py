@@ -1,0 +1,244 @@
+"""Context parallelism: each rank holds a part of every row, and attention reaches the keys and values of the others.
+
+How attention itself is computed is in ``models/attention.py``; meshes and the order of parallelisms are elsewhere.
+
+"gather" collects keys and values, and a rank's queries meet their prefix of them (The Llama 3 Herd of Models, section
+3.3.2); "ulysses" exchanges a part of the sequence for a part of the heads and back (DeepSpeed-Ulysses, 2023).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.data.batch import Batch
+from torchtitan.distributed.topology import KEYS, Axis, Degrees
+from torchtitan.errors import ConfigError, divisors
+from torchtitan.models.attention import CausalMask, DocumentMask, document_starts, same_document
+from torchtitan.models.spec import Layout
+
+Method = Literal["gather", "ulysses"]
+MaskKind = Literal["causal", "documents"]
+
+# torch 2.13 calls them "single", and warns of the names that 2.11 has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def check_context(
+    degrees: Degrees, *, method: Method, head_tail: bool, seq_len: int, heads: int, kv_heads: int
+) -> None:
+    """ConfigError where rows of ``seq_len`` tokens or the heads of a model cannot be spread over ``degrees.context``
+    ranks. The tensor degree divides the heads; it counts because it splits heads and, between blocks, tokens again."""
+    context, tensor = degrees.context, degrees.tensor
+    if context == 1:
+        return
+    if method == "ulysses" and math.gcd(heads, kv_heads) % (tensor * context):
+        by = f" ({KEYS['tensor']}={tensor})" if tensor > 1 else ""
+        each, kv_each = heads // tensor, kv_heads // tensor
+        raise ConfigError(
+            KEYS["context"],
+            f"{context} does not divide the {each} query and {kv_each} key-value heads of a rank{by}, which ulysses "
+            f"spreads; try {divisors(math.gcd(each, kv_each))}, or parallelism.context_parallel_method=gather",
+        )
+    halves = 2 if head_tail and method == "gather" else 1
+    unit = context * math.lcm(tensor, halves)
+    if seq_len % unit:
+        below = seq_len // unit * unit
+        factors = [f"{KEYS['context']}={context}"]
+        factors += [f"{KEYS['tensor']}={tensor}"] if tensor > 1 else []
+        halved = ", a first and a last chunk for each rank" if halves == 2 else ""
+        raise ConfigError(
+            "training.seq_len",
+            f"{seq_len} does not split evenly over {' and '.join(factors)}{halved}; "
+            f"try {f'{below} or ' if below else ''}{below + unit}, multiples of {unit}",
+        )
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """Which tokens of each row a rank holds, and how attention reaches the others.
+
+    With ``head_tail``, rank r of n holds chunks r and 2n-1-r of 2n, so that all ranks have as many keys to meet under
+    a causal mask; otherwise the r-th of n shares. "ulysses" evens the work out by itself and always takes shares.
+    """
+
+    axis: Axis
+    method: Method
+    head_tail: bool
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Which chunks of a row this rank holds, in order; a row has ``len(chunks)`` times as many as ranks."""
+        return self._chunks_of(self.axis.rank)
+
+    def _chunks_of(self, rank: int) -> tuple[int, ...]:
+        if self.head_tail and self.method == "gather":
+            return rank, 2 * self.axis.size - 1 - rank
+        return (rank,)
+
+    def _all_chunks(self, row: Tensor) -> tuple[Tensor, ...]:
+        count = len(self.chunks) * self.axis.size
+        if row.shape[1] % count:
+            # Unequal parts would end the process inside of a collective.
+            raise ValueError(f"rows of {row.shape[1]} tokens do not split into {count} chunks of equal length")
+        return row.chunk(count, dim=1)
+
+    def take(self, batch: Batch) -> Batch:
+        """This rank's tokens, labels and positions, ``[batch, seq / ranks]`` each, with their values unchanged.
+
+        ValueError where rows do not split evenly; ``check_context`` says so before.
+        """
+        return Batch(self._part(batch.tokens), self._part(batch.labels), self._part(batch.positions))
+
+    def _part(self, row: Tensor) -> Tensor:
+        chunks = self._all_chunks(row)
+        return torch.cat([chunks[c] for c in self.chunks], dim=1)
+
+    def index(self, length: int, device: torch.device) -> Tensor:
+        """Where in the row this rank's ``length`` tokens stand, int32 ``[length]``."""
+        size = length // len(self.chunks)
+        within = torch.arange(size, dtype=torch.int32, device=device)
+        return torch.cat([within + c * size for c in self.chunks])
+
+    def gather(self, *parts: Tensor) -> list[Tensor]:
+        """Rows ``[batch, seq, ...]`` of which all ranks pass their parts ``[batch, seq / ranks, ...]``; parts of equal
+        shape share one collective. Gradients stop here."""
+        held = len(self.chunks)
+        own = torch.stack([piece for part in parts for piece in part.chunk(held, dim=1)]).contiguous()
+        out = own.new_empty(self.axis.size * own.shape[0], *own.shape[1:])
+        _all_gather(out, own, group=self.axis.group)
+        pieces: dict[tuple[int, int], Tensor] = {}  # (which of the parts, chunk) → tokens
+        for rank, of_rank in enumerate(out.chunk(self.axis.size)):
+            keys = [(t, c) for t in range(len(parts)) for c in self._chunks_of(rank)]
+            pieces.update(zip(keys, of_rank.unbind(), strict=True))
+        order = range(held * self.axis.size)
+        return [torch.cat([pieces[t, c] for c in order], dim=1) for t in range(len(parts))]
+
+    def scatter_sum(self, *rows: Tensor) -> list[Tensor]:
+        """This rank's parts ``[batch, seq / ranks, ...]`` of the sums over ranks of ``rows`` ``[batch, seq, ...]``:
+        the transpose of ``gather``."""
+        split = [self._all_chunks(row) for row in rows]
+        ranks = range(self.axis.size)
+        blocks = torch.stack([chunks[c] for r in ranks for chunks in split for c in self._chunks_of(r)]).contiguous()
+        own = blocks.new_empty(blocks.shape[0] // self.axis.size, *blocks.shape[1:])
+        _reduce_scatter(own, blocks, group=self.axis.group)
+        return [torch.cat(pieces.unbind(), dim=1) for pieces in own.chunk(len(rows))]
+
+
+class _GatherKeysValues(torch.autograd.Function):
+    """Keys and values of this rank's tokens → those of whole rows. Every rank's queries meet them, so the gradient of
+    a key is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, split: ContextSplit) -> tuple[Tensor, ...]:
+        ctx.split = split
+        return tuple(split.gather(k, v))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.split.scatter_sum(*grads), None
+
+
+class _Exchange(torch.autograd.Function):
+    """``[ranks, ...]``: block j of rank i → block i of rank j. Its own inverse, and so its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        blocks = blocks.contiguous()
+        out = torch.empty_like(blocks)
+        dist.all_to_all_single(out, blocks, group=axis.group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(grad, ctx.axis), None
+
+
+class GatheredAttention(nn.Module):
+    """``inner`` for this rank's queries ``[batch, seq / ranks, heads, head_dim]`` and the keys and values of all.
+
+    ``allowed`` is None, or for each chunk of queries the keys that it meets, up to the chunk's end.
+    """
+
+    def __init__(self, inner: nn.Module, split: ContextSplit) -> None:
+        super().__init__()
+        self.inner = inner
+        self.split = split
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, allowed: tuple[Tensor, ...] | None) -> Tensor:
+        k, v = _GatherKeysValues.apply(k, v, self.split)
+        outs = []
+        for i, (chunk, queries) in enumerate(zip(self.split.chunks, q.chunk(len(self.split.chunks), 1), strict=True)):
+            end = (chunk + 1) * queries.shape[1]
+            outs.append(self.inner(queries, k[:, :end], v[:, :end], None if allowed is None else allowed[i]))
+        return torch.cat(outs, dim=1)
+
+
+class ExchangedAttention(nn.Module):
+    """``inner`` over whole rows for this rank's share of the heads; in and out ``[batch, seq / ranks, heads,
+    head_dim]``, all heads."""
+
+    def __init__(self, inner: nn.Module, split: ContextSplit) -> None:
+        super().__init__()
+        self.inner = inner
+        self.axis = split.axis
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+        ranks = self.axis.size
+        shares = [x.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
+        parts = _Exchange.apply(torch.cat(shares, dim=3), self.axis)
+        rows = parts.transpose(0, 1).flatten(1, 2)
+        q, k, v = rows.split([share.shape[3] for share in shares], dim=2)
+        out = self.inner(q, k, v, allowed)
+        heads = _Exchange.apply(out.unflatten(1, (ranks, -1)).transpose(0, 1), self.axis)
+        return heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+class SplitDocumentMask(nn.Module):
+    """This rank's positions ``[batch, seq / ranks]`` that restart in every document → which keys each query meets.
+
+    "gather": for each chunk of this rank's queries bool ``[batch, 1, chunk, keys up to its end]``; "ulysses": bool
+    ``[batch, 1, seq, seq]``.
+    """
+
+    def __init__(self, split: ContextSplit) -> None:
+        super().__init__()
+        self.split = split
+
+    def forward(self, positions: Tensor) -> Tensor | tuple[Tensor, ...]:
+        own = self.split.index(positions.shape[1], positions.device)
+        own_starts = document_starts(positions, own)
+        (starts,) = self.split.gather(own_starts)
+        index = torch.arange(starts.shape[1], dtype=torch.int32, device=starts.device)
+        if self.split.method == "ulysses":
+            return same_document(index, starts, index, starts)
+        masks = []
+        parts = len(self.split.chunks)
+        for chunk, q_index, q_starts in zip(
+            self.split.chunks, own.chunk(parts), own_starts.chunk(parts, dim=1), strict=True
+        ):
+            end = (chunk + 1) * q_index.shape[0]
+            masks.append(same_document(q_index, q_starts, index[:end], starts[:, :end]))
+        return tuple(masks)
+
+
+def apply_mask(model: nn.Module, layout: Layout, mask: MaskKind) -> None:
+    """Let every token of a whole row meet those before it, all of them or those of its document."""
+    model.set_submodule(layout.mask, CausalMask() if mask == "causal" else DocumentMask())
+
+
+def apply_context_parallel(model: nn.Module, layout: Layout, split: ContextSplit, mask: MaskKind) -> None:
+    """Wrap the attention of every block and set the model's mask, so that ``model`` runs on what ``split.take`` gives.
+
+    Parameters and their names stay. Gradients of the weights are then of this rank's tokens, to be summed over
+    the axis.
+    """
+    wrapper = GatheredAttention if split.method == "gather" else ExchangedAttention
+    for block in model.get_submodule(layout.blocks).children():
+        block.set_submodule(layout.attention, wrapper(block.get_submodule(layout.attention), split))
+    model.set_submodule(layout.mask, CausalMask() if mask == "causal" else SplitDocumentMask(split))
