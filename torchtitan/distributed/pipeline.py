@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan.data.batch import Batch
@@ -84,13 +83,7 @@ class PipelineRunner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, num_valid: float) -> Tensor:
-        loss = self._run(batch, num_valid, train=False)
-        # Schedules of one stage a rank leave weights whole, and a later change of the shards would not reach them.
-        for part in self.parts:
-            for module in part.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-        return loss
+        return self._run(batch, num_valid, train=False)
 
     def _run(self, batch: Batch, num_valid: float, *, train: bool) -> Tensor:
         """This rank's share of the loss on ``batch``, by one flush of the pipeline."""
