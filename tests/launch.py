@@ -18,7 +18,7 @@ from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchtitan.trainer"]
+    ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "torchtitan.trainer"]
 )
 
 

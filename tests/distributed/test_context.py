@@ -200,7 +200,7 @@ def bf16_differences(world: World) -> dict[str, dict[str, float]]:
 
 
 def test_bfloat16_stays_within_its_rounding() -> None:
-    """A key's gradient is rounded on every rank before the sum, and a causal output in two parts: one eps of bfloat16."""
+    """A key's gradient is rounded on every rank before the sum, a causal output in two parts: one eps of bfloat16."""
     for found in run_ranks(bf16_differences, 4):
         for case, differences in found.items():
             assert max(differences.values()) <= torch.finfo(torch.bfloat16).eps, f"{case}: {differences}"

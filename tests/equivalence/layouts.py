@@ -19,8 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import DTensor
 
 from torchtitan.config import load_config
 from torchtitan.config.toml import value_text
@@ -341,25 +340,12 @@ FAULTS = {
 """Each fault, and the layout that has it."""
 
 
-class _ForgetfulNorm(ParallelStyle):
-    """Sequence parallel as it is, but the weight's gradient is taken for whole on every rank."""
-
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        tensor.SequenceParallel()._apply(module, device_mesh)
-        weight = module.weight
-
-        def forward(x: DTensor) -> DTensor:
-            local = module.weight.to_local(grad_placements=[Replicate()])
-            out = nn.functional.rms_norm(x.to_local(), weight.shape, local, module.eps)
-            return DTensor.from_local(out, device_mesh, x.placements, run_check=False)
-
-        module.forward = forward  # type: ignore[method-assign]
-        return module
-
-
 @contextmanager
 def _unreduced_norm() -> Iterator[None]:
-    with mock.patch.dict(tensor._STYLES, {"norm": _ForgetfulNorm}):
+    def whole_everywhere(parameter: DTensor | None) -> Tensor | None:
+        return None if parameter is None else parameter.to_local(grad_placements=parameter.placements)
+
+    with mock.patch.object(tensor._OnLocalParts, "local", staticmethod(whole_everywhere)):
         yield
 
 

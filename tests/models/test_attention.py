@@ -61,6 +61,22 @@ def test_bfloat16_is_as_near_as_its_rounding(queries: int) -> None:
         assert float(((got - wanted).norm() / wanted.norm()).detach()) < 2e-2  # eps of bfloat16 is 8e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_compiled_it_gives_the_same(masked: bool, dtype: torch.dtype) -> None:
+    allowed = lower_right(5, 12).expand(2, 1, 5, 12) if masked else None
+    inner = InnerAttention()
+    results = []
+    for attend in (inner, torch.compile(inner, backend="aot_eager", fullgraph=True)):
+        qkv = inputs(5, 12, 4, 2, dtype)
+        # Nothing that stands in a larger graph is a leaf.
+        out = attend(*(2 * x for x in qkv), allowed)
+        out.square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in qkv)])
+    for eager, compiled in zip(*results, strict=True):
+        assert eager.any() and torch.equal(eager, compiled)
+
+
 def saved_bytes(queries: int, keys: int, allowed: Tensor | None) -> int:
     """What attention keeps for its backward pass beside queries, keys, values and mask."""
     q, k, v = inputs(queries, keys, 4, 4, torch.float32)

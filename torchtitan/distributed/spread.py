@@ -49,7 +49,7 @@ def plan_spread(
     divisible, reshard = spec.divisible(args), keys.fsdp_reshard_after_forward
     method, head_tail = keys.context_parallel_method, keys.context_parallel_load_balancer == "headtail"
     if degrees.tensor > 1:
-        check_tensor(degrees, divisible, seq_len)
+        check_tensor(degrees, divisible, seq_len, args.vocab_size)
     if degrees.context > 1:
         check_context(
             degrees,

@@ -1,58 +1,31 @@
-"""Tensor parallelism: each module's role as one of torch's parallel styles, sequence parallel between blocks.
+"""Tensor parallelism: what each module's role makes of its parameters and of what goes through it.
 
-Between blocks a rank holds some of the tokens of every row, in a block some heads and hidden features. Which module
-has which role stands with its family, in ``models/``.
+Parameters are DTensors, so that whoever shards, saves or counts them sees them whole; a module computes on its own
+rank's part of them as if that were all. Between blocks a rank holds some of the tokens of every row (sequence parallel,
+Korthikanti et al. 2022), in a block some heads and hidden features. Which module has which role stands with its
+family, in ``models/``.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
 
+from torchtitan.distributed.collectives import gather_dim, scatter_dim
 from torchtitan.distributed.topology import KEYS, Degrees
 from torchtitan.errors import ConfigError, divisors
 from torchtitan.loss import Loss
 from torchtitan.models.spec import Divisible, Role
 
-TOKENS, HEADS, FEATURES = Shard(1), 2, Shard(-1)
-
-
-class _GatherTokens(ParallelStyle):
-    """The module's first input is gathered along the sequence, once for all that read it inside."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            x, *others = inputs
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, device_mesh, (TOKENS,), run_check=False)
-            return x.redistribute(placements=(Replicate(),)), *others
-
-        module.register_forward_pre_hook(gather)
-        return module
-
-
-_STYLES: Mapping[Role, Callable[[], ParallelStyle]] = {
-    "embedding": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=TOKENS),
-    "norm": SequenceParallel,
-    "head_norm": lambda: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
-    "gather": _GatherTokens,
-    "column": ColwiseParallel,
-    "row": lambda: RowwiseParallel(output_layouts=TOKENS),
-    # The loss takes the logits as they are, spread over the vocabulary.
-    "head": lambda: ColwiseParallel(input_layouts=TOKENS, output_layouts=FEATURES, use_local_output=False),
-}
+TOKENS = 1
+"""The dimension of ``[batch, seq, features]`` that is spread between blocks."""
 
 
 def apply_tensor_parallel(
@@ -68,18 +41,119 @@ def apply_tensor_parallel(
     The logits come out as a DTensor whose vocabulary is spread, or whole on every rank where ``spread_logits`` is
     false. LookupError if a module with parameters has no role.
     """
-    plan = {name: _style(role, spread_logits) for name, role in roles_of(model, roles)}
-    parallelize_module(model, mesh, plan)
-    # parallelize_module has made two parameters of one.
+    for name, role in list(roles_of(model, roles)):
+        module = model.get_submodule(name)
+        for parameter_name, parameter in list(module.named_parameters(recurse=False)):
+            spread = distribute_tensor(parameter, mesh, (_placement(role, parameter_name),))
+            module.register_parameter(parameter_name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+        _FORWARD[role](module, mesh, spread_logits)
+    # A tied parameter has been spread once for each of its names.
     for second, first in tied.items():
         owner, _, name = second.rpartition(".")
         setattr(model.get_submodule(owner), name, model.get_parameter(first))
 
 
-def _style(role: Role, spread_logits: bool) -> ParallelStyle:
-    if role == "head" and not spread_logits:
-        return ColwiseParallel(input_layouts=TOKENS, output_layouts=Replicate())
-    return _STYLES[role]()
+def _placement(role: Role, parameter: str) -> Placement:
+    if role in ("embedding", "column", "head"):
+        return Shard(0)
+    if role == "row" and parameter == "weight":
+        return Shard(1)
+    return Replicate()
+
+
+class _OnLocalParts:
+    """The forward pass that a module has by its class, on this rank's parts of its parameters.
+
+    Of a parameter that is whole on every rank, each sees some of the tokens, so its gradient is a sum over ranks.
+    """
+
+    def __init__(self, module: nn.Module, *, without: str = "") -> None:
+        self._module, self._without = module, without
+        # It shares all with the module but its parameters: those of the module come and go with FSDP's gathering.
+        self._twin = copy.copy(module)
+        self._twin._parameters = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        twin = self._twin
+        twin.training = self._module.training
+        for name, parameter in self._module._parameters.items():
+            twin._parameters[name] = None if name == self._without else self.local(parameter)  # type: ignore[assignment]
+        try:
+            return type(twin).forward(twin, *inputs)
+        finally:
+            twin._parameters.clear()
+
+    @staticmethod
+    def local(parameter: Tensor | None) -> Tensor | None:
+        """This rank's part of ``parameter``."""
+        if not isinstance(parameter, DTensor):
+            return parameter
+        (placement,) = parameter.placements
+        return parameter.to_local(grad_placements=(Partial() if placement.is_replicate() else placement,))
+
+
+def _gather(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
+    """The first input is gathered along the tokens, once for all that read it inside."""
+    group = mesh.get_group()
+    module.register_forward_pre_hook(lambda module, inputs: (gather_dim(inputs[0], TOKENS, group), *inputs[1:]))
+
+
+def _on_its_own(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
+    """A column, or a norm on some tokens or some heads, needs nothing of other ranks."""
+    module.forward = _OnLocalParts(module)
+
+
+def _row(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
+    """Each rank has a part of every output's sum; what is added to the sum is added once."""
+    group, compute = mesh.get_group(), _OnLocalParts(module, without="bias")
+
+    def forward(x: Tensor) -> Tensor:
+        out = scatter_dim(compute(x), TOKENS, group)
+        bias = compute.local(module._parameters.get("bias"))
+        return out if bias is None else out + bias
+
+    module.forward = forward
+
+
+def _embedding(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
+    """A rank looks up the tokens of its part of the vocabulary; all others are zeros there."""
+    group, compute = mesh.get_group(), _OnLocalParts(module)
+    vocabulary, _ = module.get_parameter("weight").shape
+    rows = -(-vocabulary // mesh.size())  # as Shard cuts
+    first = mesh.get_local_rank() * rows
+    last = min(first + rows, vocabulary)
+
+    def forward(tokens: Tensor) -> Tensor:
+        elsewhere = (tokens < first) | (tokens >= last)
+        out = compute((tokens - first).masked_fill(elsewhere, 0))
+        return scatter_dim(out.masked_fill(elsewhere.unsqueeze(-1), 0.0), TOKENS, group)
+
+    module.forward = forward
+
+
+def _head(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
+    group, compute = mesh.get_group(), _OnLocalParts(module)
+    vocabulary, _ = module.get_parameter("weight").shape
+
+    def forward(x: Tensor) -> Tensor:
+        local = compute(gather_dim(x, TOKENS, group))
+        shape = torch.Size((*local.shape[:-1], vocabulary))
+        stride = (shape[1] * vocabulary, vocabulary, 1)
+        logits = DTensor.from_local(local, mesh, (Shard(2),), run_check=False, shape=shape, stride=stride)
+        return logits if spread_logits else logits.full_tensor(grad_placements=(Replicate(),))
+
+    module.forward = forward
+
+
+_FORWARD: Mapping[Role, Callable[[nn.Module, DeviceMesh, bool], None]] = {
+    "embedding": _embedding,
+    "norm": _on_its_own,
+    "head_norm": _on_its_own,
+    "gather": _gather,
+    "column": _on_its_own,
+    "row": _row,
+    "head": _head,
+}
 
 
 def roles_of(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[str, Role]]:
@@ -115,8 +189,9 @@ def loss_context(spread_logits: bool) -> AbstractContextManager[Any]:
     return loss_parallel() if spread_logits else nullcontext()
 
 
-def check_tensor(degrees: Degrees, divisible: Divisible, seq_len: int) -> None:
-    """ConfigError if the degree of tensor parallelism does not divide what it spreads."""
+def check_tensor(degrees: Degrees, divisible: Divisible, seq_len: int, vocab_size: int) -> None:
+    """ConfigError if the degree of tensor parallelism does not divide what it spreads; of the vocabulary, every rank
+    must have a part."""
     degree, key = degrees.tensor, KEYS["tensor"]
     counts = {"query heads": divisible.heads, "key-value heads": divisible.kv_heads, "ffn features": divisible.hidden}
     for what, count in counts.items():
@@ -124,6 +199,8 @@ def check_tensor(degrees: Degrees, divisible: Divisible, seq_len: int) -> None:
             raise ConfigError(
                 key, f"{degree} does not divide the model's {count} {what}; try {divisors(*counts.values())}"
             )
+    if -(-vocab_size // degree) * (degree - 1) >= vocab_size:
+        raise ConfigError(key, f"of a vocabulary of {vocab_size}, not all of {degree} ranks would get a part; lower it")
     if seq_len % (degree * degrees.context):
         parts = f"{degree} ranks" if degrees.context == 1 else f"{degrees.context} context × {degree} tensor ranks"
         near = seq_len // (degree * degrees.context) * degree * degrees.context or degree * degrees.context
