@@ -2,11 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from torchtitan.config import load_config
 from torchtitan.data.batch import IGNORE_INDEX, Batch
@@ -73,7 +74,8 @@ def run_job(world: World, argv: Sequence[str]) -> Outcome:
     trainer.train_step = spy  # type: ignore[method-assign]
     finished = trainer.run(StopRequest())
     trainer.close()
-    everyones = world.gather(own_rows)
+    by_reader = dict(world.gather((trainer.topology.reader_rank, own_rows)))
+    ordered = [rows for _, rows in sorted(by_reader.items())]
     lines = metrics(Path(config.job.dump_folder)) if world.rank == 0 else []
     return Outcome(
         finished=finished,
@@ -82,9 +84,18 @@ def run_job(world: World, argv: Sequence[str]) -> Outcome:
         norms=[line["grad_norm"] for line in lines],
         rates=[line["lr"] for line in lines],
         tokens_seen=[line["tokens_seen"] for line in lines],
-        rows=[[row for rows in ranks for row in rows] for ranks in zip(*everyones, strict=True)],
-        weights={name: p.full_tensor().detach().clone() for name, p in trainer.named_parameters},
+        rows=[[row for rows in readers for row in rows] for readers in zip(*ordered, strict=True)],
+        weights=whole_parameters({name: p.detach() for name, p in trainer.runner.named_parameters}, world),
     )
+
+
+def whole_parameters(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, torch.Tensor]:
+    """Tensors of all stages, each put together from its parts, on every rank."""
+    mine = {name: t.full_tensor().clone() if isinstance(t, DTensor) else t.clone() for name, t in tensors.items()}
+    stages: dict[str, torch.Tensor] = {}
+    for theirs in reversed(world.gather(mine)):
+        stages |= theirs
+    return stages
 
 
 def run_jobs(world: World, argvs: Sequence[Sequence[str]]) -> list[Outcome]:

@@ -115,6 +115,9 @@ PRIVATE = {
     # attribute or name → the one file that may use it, because there is no public way
     "_set_pg_timeout": "distributed/world.py",
     "__create_chunk_list__": "distributed/parallelize.py",
+    "_Action": "distributed/schedules.py",
+    "_ComputationType": "distributed/schedules.py",
+    "_PipelineScheduleRuntime": "distributed/schedules.py",
 }
 
 

@@ -15,13 +15,7 @@ from torch import Tensor, nn
 
 from tests.launch import run_ranks
 from torchtitan.data.batch import IGNORE_INDEX, Batch
-from torchtitan.distributed.context import (
-    ContextSplit,
-    MaskKind,
-    apply_context_parallel,
-    apply_mask,
-    check_context,
-)
+from torchtitan.distributed.context import ContextSplit, MaskKind, apply_context_parallel, apply_mask, check_context
 from torchtitan.distributed.topology import Axis, Degrees
 from torchtitan.distributed.world import World
 from torchtitan.errors import ConfigError
@@ -61,10 +55,10 @@ def batch(rows: list[list[int]] = DOCUMENTS) -> Batch:
     return Batch(tokens, labels, positions)
 
 
-def wide_model() -> Llama3:
+def wide_model(args: Llama3Args = ARGS) -> Llama3:
     """Weights with which attention is far from uniform and every token's logits far from the others'."""
     torch.manual_seed(0)
-    model = Llama3(ARGS)
+    model = Llama3(args)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 1.0)
     return model
@@ -204,6 +198,30 @@ def test_bfloat16_stays_within_its_rounding() -> None:
     for found in run_ranks(bf16_differences, 4):
         for case, differences in found.items():
             assert max(differences.values()) <= torch.finfo(torch.bfloat16).eps, f"{case}: {differences}"
+
+
+def compiled_differences(world: World, cases: list[tuple[str, MaskKind]]) -> list[float]:
+    """Of parameter gradients between a block as it is and one compiled without a break."""
+    found = []
+    for name, mask in cases:
+        split, gradients = splits(world)[name], []
+        for compiled in (False, True):
+            model = wide_model(dataclasses.replace(ARGS, n_layers=1))
+            apply_context_parallel(model, LAYOUT, split, mask)
+            if compiled:
+                block = model.layers["0"]
+                block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+            part = split.take(batch())
+            model(part.tokens, part.positions).square().sum().backward()
+            gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        found.append(max(relative(a, b) for a, b in zip(*gradients, strict=True)))
+    return found
+
+
+def test_compiled_blocks_give_the_same() -> None:
+    cases = [("head-tail", "documents"), ("ulysses", "causal")]
+    for found in run_ranks(compiled_differences, 2, cases):
+        assert max(found) <= TOLERANCE, found
 
 
 @torch.no_grad()

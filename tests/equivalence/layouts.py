@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.runs import whole_parameters
 from torchtitan.config import load_config
 from torchtitan.config.toml import value_text
 from torchtitan.data.batch import IGNORE_INDEX, Batch
@@ -266,7 +267,7 @@ def _run(world: World, argv: list[str]) -> Record | None:
     trainer = Trainer(job, world)
     named = trainer.runner.named_parameters
     degrees = job.spread.degrees
-    record = Record(initial=_whole({name: p.detach() for name, p in named}, world))
+    record = Record(initial=whole_parameters({name: p.detach() for name, p in named}, world))
     widen(named)
     for part in trainer.runner.parts:
         for module in part.modules():
@@ -277,7 +278,7 @@ def _run(world: World, argv: list[str]) -> Record | None:
         if not record.gradients:
             gradients = {name: p.grad for name, p in named if p.grad is not None}
             record.unequal = unequal_replicas(gradients, world)
-            record.gradients.update(_whole(gradients, world))
+            record.gradients.update(whole_parameters(gradients, world))
 
     trainer.optimizer.register_step_pre_hook(keep)
     rows = trainer.state.global_batch_size
@@ -291,15 +292,6 @@ def _run(world: World, argv: list[str]) -> Record | None:
         record.norms.append(float(norm))
     trainer.close()
     return record if world.rank == 0 else None
-
-
-def _whole(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Parameters of all stages, each put together from its parts, on every rank."""
-    mine = {name: t.full_tensor().clone() if isinstance(t, DTensor) else t.clone() for name, t in tensors.items()}
-    stages: dict[str, Tensor] = {}
-    for theirs in reversed(world.gather(mine)):
-        stages |= theirs
-    return stages
 
 
 def unequal_replicas(gradients: Mapping[str, Tensor], world: World) -> list[str]:

@@ -144,19 +144,24 @@ class _GatherKeysValues(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """``[ranks, ...]``: block j of rank i → block i of rank j. Its own inverse, and so its own backward."""
+    """Block j of rank i along ``split`` → block i of rank j along ``join``, two dimensions of the tensor."""
 
     @staticmethod
-    def forward(ctx: Any, blocks: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        blocks = blocks.contiguous()
-        out = torch.empty_like(blocks)
-        dist.all_to_all_single(out, blocks, group=axis.group)
-        return out
+    def forward(ctx: Any, x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
+        ctx.axis, ctx.split, ctx.join = axis, split, join
+        return _exchange(x, axis, split, join)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(grad, ctx.axis), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, ctx.axis, ctx.join, ctx.split), None, None, None
+
+
+def _exchange(x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
+    blocks = torch.stack(x.chunk(axis.size, dim=split)).contiguous()
+    out = torch.empty_like(blocks)
+    dist.all_to_all_single(out, blocks, group=axis.group)
+    # Compiled by torch 2.11, a function that returns what was written in place has no gradient: this must be a copy.
+    return torch.cat(out.unbind(), dim=join)
 
 
 class GatheredAttention(nn.Module):
@@ -189,14 +194,11 @@ class ExchangedAttention(nn.Module):
         self.axis = split.axis
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
-        ranks = self.axis.size
-        shares = [x.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
-        parts = _Exchange.apply(torch.cat(shares, dim=3), self.axis)
-        rows = parts.transpose(0, 1).flatten(1, 2)
+        # One exchange for all three: the heads of a rank stand together, its queries before its keys and values.
+        shares = [x.unflatten(2, (self.axis.size, -1)) for x in (q, k, v)]
+        rows = _Exchange.apply(torch.cat(shares, dim=3).flatten(2, 3), self.axis, 2, 1)
         q, k, v = rows.split([share.shape[3] for share in shares], dim=2)
-        out = self.inner(q, k, v, allowed)
-        heads = _Exchange.apply(out.unflatten(1, (ranks, -1)).transpose(0, 1), self.axis)
-        return heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return _Exchange.apply(self.inner(q, k, v, allowed), self.axis, 1, 2)
 
 
 class SplitDocumentMask(nn.Module):

@@ -56,8 +56,9 @@ class _CausalAfterPast(torch.autograd.Function):
         among, among_sum = _cpu_flash(q, k[:, :, past:], v[:, :, past:], is_causal=True)
         log_sum = torch.logaddexp(before_sum, among_sum)
         before_share = (before_sum - log_sum).exp().unsqueeze(-1)
-        # Copied, not cast: compiled by torch 2.11, a function that ends in a cast to the same dtype has no gradient.
-        out = torch.empty_like(among).copy_(torch.lerp(among.to(log_sum.dtype), before.to(log_sum.dtype), before_share))
+        out = torch.lerp(among.to(log_sum.dtype), before.to(log_sum.dtype), before_share)
+        if out.dtype != q.dtype:  # compiled by torch 2.11, a function that ends in a cast of nothing has no gradient
+            out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, log_sum)
         return out
 
