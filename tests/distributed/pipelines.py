@@ -4,7 +4,6 @@ Which pipelines are run is in ``test_pipeline.py``. Weights are wide and labels 
 micro-batch too few or too many is seen.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torchtitan.data.batch import IGNORE_INDEX, Batch
 from torchtitan.distributed.fsdp import Precision, apply_fsdp
 from torchtitan.distributed.pipeline import PipelineRunner, prune
+from torchtitan.distributed.runner import Seams
 from torchtitan.distributed.stages import plan_pipeline
 from torchtitan.distributed.topology import Degrees, Topology, build_topology
 from torchtitan.distributed.world import World
@@ -129,11 +129,9 @@ def build(case: Case, topology: Topology, loss: Callable[[Tensor, Tensor], Tenso
         plan,
         parts,
         axis,
+        Seams(loss, take=lambda whole: part_of(whole, topology.reader_rank, case.shard)),
         device=torch.device("cpu"),
-        loss=loss,
         micro_batch_size=case.micro_batch_size,
-        take=lambda whole: part_of(whole, topology.reader_rank, case.shard),
-        loss_context=contextlib.nullcontext,
         tied=names,
     )
 

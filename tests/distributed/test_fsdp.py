@@ -31,7 +31,7 @@ def dtypes_seen(world: World, argv: list[str]) -> dict[str, Any]:
         lambda module, _, out: seen.update(weight=module.weight.dtype, product=out.dtype, full=module.weight.shape)
     )
     trainer.train_step(next(iter(trainer.loader)), 100.0)
-    parameter = dict(trainer.named_parameters)["layers.1.attention.wq.weight"]
+    parameter = dict(trainer.runner.named_parameters)["layers.1.attention.wq.weight"]
     seen.update(
         storage=parameter.dtype,
         gradient=parameter.grad.dtype,

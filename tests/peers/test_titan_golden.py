@@ -14,6 +14,7 @@ from torchtitan.data.batch import IGNORE_INDEX, Batch
 from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.parallelize import parallelize
+from torchtitan.distributed.spread import Spread
 from torchtitan.distributed.topology import Degrees, build_topology
 from torchtitan.distributed.world import World
 from torchtitan.loss import LOSSES
@@ -58,7 +59,7 @@ def test_forward_and_gradients(golden: Path, case: str) -> None:
     (loss_sum / expected["valid_tokens"]).backward()
     norms = {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
     assert norms == pytest.approx(expected["param_grad_norms"], rel=1e-5)
-    assert global_norm(model.parameters()).item() == pytest.approx(expected["total_grad_norm"], rel=1e-5)
+    assert global_norm(list(model.parameters())).item() == pytest.approx(expected["total_grad_norm"], rel=1e-5)
 
 
 def trajectory(
@@ -71,12 +72,12 @@ def trajectory(
         spec,
         args,
         topology,
+        Spread(topology.degrees),
         loss=LOSSES.bind("cross_entropy", {}, key="loss")(),
         converters=[],
         device=world.device,
         seed=0,
         precision=Precision(param=torch.float32),
-        reshard="default",
         cpu_offload=False,
     )
     (model,) = runner.parts
@@ -94,8 +95,8 @@ def trajectory(
         own = slice(world.rank * len(rows) // world.size, (world.rank + 1) * len(rows) // world.size)
         positions = torch.arange(128).expand(len(rows), -1)
         micro_batches = zip(*(t[own].chunk(accumulation) for t in (rows[:, :-1], labels, positions)), strict=True)
-        loss = sum(runner.forward_backward(Batch(*parts), valid).item() for parts in micro_batches)
-        norm = global_norm(model.parameters())
+        loss = runner.forward_backward([Batch(*parts) for parts in micro_batches], valid).item()
+        norm = global_norm(list(model.parameters()))
         clip_by_norm(model.parameters(), norm, 1.0)
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * schedule(step)

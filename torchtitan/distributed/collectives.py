@@ -33,7 +33,7 @@ def reduce_scatter(parts: Tensor, group: ProcessGroup) -> Tensor:
         return received.sum(0)
     out = parts.new_empty(parts.shape[1:])
     _reduce_scatter(out, parts.flatten(0, 1), group=group)
-    return out
+    return out.clone()  # see _joined
 
 
 def gather_dim(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -74,7 +74,8 @@ class _Scatter(torch.autograd.Function):
 
 def _joined(parts: Tensor, dim: int) -> Tensor:
     """``[ranks, ...]`` → the parts after one another along ``dim`` of one of them."""
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
+    # Compiled by torch 2.11, a function that returns what was written in place has no gradient: this must be a copy.
+    return torch.cat(parts.unbind(), dim=dim)
 
 
 def _split(whole: Tensor, dim: int, ranks: int) -> Tensor:

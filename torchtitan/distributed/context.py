@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.data.batch import Batch
+from torchtitan.distributed.collectives import all_gather, reduce_scatter
 from torchtitan.distributed.topology import KEYS, Axis, Degrees
 from torchtitan.errors import ConfigError, divisors
 from torchtitan.models.attention import CausalMask, DocumentMask, document_starts, same_document
@@ -22,10 +23,6 @@ from torchtitan.models.spec import Layout
 
 Method = Literal["gather", "ulysses"]
 MaskKind = Literal["causal", "documents"]
-
-# torch 2.13 calls them "single", and warns of the names that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def check_context(
@@ -109,10 +106,9 @@ class ContextSplit:
         shape share one collective. Gradients stop here."""
         held = len(self.chunks)
         own = torch.stack([piece for part in parts for piece in part.chunk(held, dim=1)]).contiguous()
-        out = own.new_empty(self.axis.size * own.shape[0], *own.shape[1:])
-        _all_gather(out, own, group=self.axis.group)
+        out = all_gather(own, self.axis.group)
         pieces: dict[tuple[int, int], Tensor] = {}  # (which of the parts, chunk) → tokens
-        for rank, of_rank in enumerate(out.chunk(self.axis.size)):
+        for rank, of_rank in enumerate(out):
             keys = [(t, c) for t in range(len(parts)) for c in self._chunks_of(rank)]
             pieces.update(zip(keys, of_rank.unbind(), strict=True))
         order = range(held * self.axis.size)
@@ -123,9 +119,8 @@ class ContextSplit:
         the transpose of ``gather``."""
         split = [self._all_chunks(row) for row in rows]
         ranks = range(self.axis.size)
-        blocks = torch.stack([chunks[c] for r in ranks for chunks in split for c in self._chunks_of(r)]).contiguous()
-        own = blocks.new_empty(blocks.shape[0] // self.axis.size, *blocks.shape[1:])
-        _reduce_scatter(own, blocks, group=self.axis.group)
+        blocks = torch.stack([chunks[c] for r in ranks for chunks in split for c in self._chunks_of(r)])
+        own = reduce_scatter(blocks.unflatten(0, (self.axis.size, -1)), self.axis.group)
         return [torch.cat(pieces.unbind(), dim=1) for pieces in own.chunk(len(rows))]
 
 

@@ -52,10 +52,25 @@ def _square_norm(grad: Tensor) -> Tensor:
     return torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float32).square().sum()
 
 
+def sum_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Give each of ``parameters``, which all ranks of ``group`` hold alike, the sum of its gradients there; in one
+    reduction."""
+    grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    if not grads:
+        return
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat, group=group)
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
 def clip_by_norm(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients in place so that their ``norm`` is at most ``max_norm``; 0 leaves them as they are."""
     if max_norm == 0:
         return
     grads = [p.grad for p in parameters if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    torch._foreach_mul_([_local(grad) for grad in grads], (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -3,8 +3,7 @@
 What makes up a stage is decided in ``stages.py``, in which order ranks compute in ``schedules.py``.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.data.batch import Batch
+from torchtitan.distributed.runner import Seams
 from torchtitan.distributed.schedules import build_stage, evaluation_schedule, training_schedule
 from torchtitan.distributed.stages import PipelinePlan
 from torchtitan.distributed.topology import Axis
-from torchtitan.loss import Loss
 from torchtitan.models.spec import Layout
 
 
@@ -42,10 +41,9 @@ def prune(model: nn.Module, layout: Layout, names: Collection[str]) -> None:
 class PipelineRunner:
     """Runs the stages of one rank together with its pipeline peers, all of which call the same methods at once.
 
-    ``parts`` are the stages of this rank as ``plan`` places them. A batch, of which ``take`` gives this rank its part,
-    passes as micro-batches of ``micro_batch_size`` rows. ``tied`` maps the second name of a weight that the first and
+    ``parts`` are the stages of this rank as ``plan`` places them. A batch passes as micro-batches of
+    ``micro_batch_size`` rows. ``tied`` maps the second name of a weight that the first and
     the last stage use to its first: each has a copy of its own, kept equal by giving both the sum of their gradients.
-    ``loss_context`` is held around forward and backward passes.
     """
 
     def __init__(
@@ -53,12 +51,10 @@ class PipelineRunner:
         plan: PipelinePlan,
         parts: Sequence[nn.Module],
         axis: Axis,
+        seams: Seams,
         *,
         device: torch.device,
-        loss: Loss,
         micro_batch_size: int,
-        take: Callable[[Batch], Batch],
-        loss_context: Callable[[], AbstractContextManager[Any]],
         tied: Mapping[str, str],
     ) -> None:
         self.parts = parts
@@ -67,7 +63,7 @@ class PipelineRunner:
         self.duplicates: Sequence[nn.Parameter] = [p for name, p in own if name in tied]
         self._plan, self._axis, self._device = plan, axis, device
         self._micro_batch_size = micro_batch_size
-        self._loss, self._loss_context, self._take = loss, loss_context, take
+        self._seams = seams
         self._tied = [_Tie(dict(own), plan, axis, first, second) for second, first in tied.items()]
         self._num_valid = 1.0
         # The schedule in use, and the shape of the batch and the mode that it is for: its buffers fit no other.
@@ -79,6 +75,7 @@ class PipelineRunner:
         losses = [self._run(batch, num_valid, train=True) for batch in batches]
         for tie in self._tied:
             tie.add_gradients()
+        self._seams.complete_gradients([parameter for _, parameter in self.named_parameters])
         return torch.stack(losses).sum()
 
     @torch.no_grad()
@@ -87,7 +84,7 @@ class PipelineRunner:
 
     def _run(self, batch: Batch, num_valid: float, *, train: bool) -> Tensor:
         """This rank's share of the loss on ``batch``, by one flush of the pipeline."""
-        batch = self._take(batch)
+        batch = self._seams.take(batch)
         self._num_valid = num_valid
         fits = (batch.tokens.shape, train)
         kept: list[tuple[nn.Parameter, Tensor]] = []
@@ -101,7 +98,7 @@ class PipelineRunner:
         last = len(self._plan.stages) - 1
         losses: list[Tensor] = []
         run = self._schedule.step if train else self._schedule.eval
-        with self._loss_context():
+        with self._seams.loss_context():
             run(
                 *([batch.tokens] if 0 in local else []),
                 target=batch.labels if last in local else None,
@@ -130,7 +127,7 @@ class PipelineRunner:
         return evaluation_schedule(plan.placement, self._stages, number, self._share)
 
     def _share(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self._loss(logits, labels) / self._num_valid
+        return self._seams.loss(logits, labels) / self._num_valid
 
 
 class _Tie:

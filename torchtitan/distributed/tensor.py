@@ -7,18 +7,18 @@ family, in ``models/``.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtitan.distributed.collectives import gather_dim, scatter_dim
+from torchtitan.distributed.gradients import sum_gradients
 from torchtitan.distributed.topology import KEYS, Degrees
 from torchtitan.errors import ConfigError, divisors
 from torchtitan.loss import Loss
@@ -62,10 +62,7 @@ def _placement(role: Role, parameter: str) -> Placement:
 
 
 class _OnLocalParts:
-    """The forward pass that a module has by its class, on this rank's parts of its parameters.
-
-    Of a parameter that is whole on every rank, each sees some of the tokens, so its gradient is a sum over ranks.
-    """
+    """The forward pass that a module has by its class, on this rank's parts of its parameters."""
 
     def __init__(self, module: nn.Module, *, without: str = "") -> None:
         self._module, self._without = module, without
@@ -77,19 +74,16 @@ class _OnLocalParts:
         twin = self._twin
         twin.training = self._module.training
         for name, parameter in self._module._parameters.items():
-            twin._parameters[name] = None if name == self._without else self.local(parameter)  # type: ignore[assignment]
+            twin._parameters[name] = None if name == self._without else _local(parameter)  # type: ignore[assignment]
         try:
             return type(twin).forward(twin, *inputs)
         finally:
             twin._parameters.clear()
 
-    @staticmethod
-    def local(parameter: Tensor | None) -> Tensor | None:
-        """This rank's part of ``parameter``."""
-        if not isinstance(parameter, DTensor):
-            return parameter
-        (placement,) = parameter.placements
-        return parameter.to_local(grad_placements=(Partial() if placement.is_replicate() else placement,))
+
+def _local(tensor: Tensor | None) -> Tensor | None:
+    """This rank's part of ``tensor``."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _gather(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
@@ -109,7 +103,7 @@ def _row(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
 
     def forward(x: Tensor) -> Tensor:
         out = scatter_dim(compute(x), TOKENS, group)
-        bias = compute.local(module._parameters.get("bias"))
+        bias = _local(module._parameters.get("bias"))
         return out if bias is None else out + bias
 
     module.forward = forward
@@ -174,19 +168,22 @@ def _matches(name: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
-def loss_on_spread_logits(loss: Loss, mesh: DeviceMesh) -> Loss:
-    """``loss`` for logits whose vocabulary is spread over ``mesh``; its value comes out on every rank of it."""
+def tensor_seams(loss: Loss, mesh: DeviceMesh, *, spread_logits: bool) -> dict[str, Any]:
+    """What ``mesh`` asks of a run of the model, as fields of ``Seams``: ``loss`` for logits whose vocabulary is spread,
+    and the gradients of parameters that are whole on every rank."""
 
-    def spread(logits: Tensor, labels: Tensor) -> Tensor:
+    def on_spread_logits(logits: Tensor, labels: Tensor) -> Tensor:
         value = loss(logits, DTensor.from_local(labels, mesh, (Replicate(),), run_check=False))
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    return spread
+    def complete_gradients(parameters: Sequence[Tensor]) -> None:
+        # Each rank saw some of the tokens that went through them, or some of the heads.
+        whole = [p for p in parameters if isinstance(p, DTensor) and p.placements[-1].is_replicate()]
+        sum_gradients(whole, mesh.get_group())
 
-
-def loss_context(spread_logits: bool) -> AbstractContextManager[Any]:
-    """What a loss and its backward pass run in: under it cross entropy never gathers spread logits."""
-    return loss_parallel() if spread_logits else nullcontext()
+    seams: dict[str, Any] = {"complete_gradients": complete_gradients}
+    # Under torch's context cross entropy never gathers spread logits.
+    return seams | ({"loss": on_spread_logits, "loss_context": loss_parallel} if spread_logits else {})
 
 
 def check_tensor(degrees: Degrees, divisible: Divisible, seq_len: int, vocab_size: int) -> None:

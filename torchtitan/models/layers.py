@@ -6,6 +6,7 @@ hold: shapes are asked of the tensors, never computed from a configuration.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,8 @@ def rope_frequencies(
 
 
 class RotaryEmbedding(nn.Module):
-    """Positions ``[batch, seq]`` → cosine and sine, float32 ``[batch, seq, 1, head_dim / 2]``.
+    """Positions ``[batch, seq]`` → what ``apply_rope`` multiplies with, both float32 ``[batch, seq, 1, head_dim]``:
+    the cosine of each dimension's angle, and its sine, negative at the first of a pair.
 
     It holds no buffer, so nothing can be cast or lost between building and training.
     """
@@ -67,13 +69,36 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         frequencies = rope_frequencies(self.head_dim, self.theta, self.scaling, positions.device)
         angles = (positions.unsqueeze(-1).float() * frequencies).unsqueeze(-2)
-        return angles.cos(), angles.sin()
+        sin = angles.sin()
+        return angles.cos().repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (2i, 2i+1) of ``x`` ``[batch, seq, heads, head_dim]``; computed in float32."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+    rotated: Tensor = _Rotation.apply(x, cos, sin)
+    return rotated
+
+
+class _Rotation(torch.autograd.Function):
+    """Its gradient is the rotation back; nothing of ``x`` is kept for it, and no pair is taken apart twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.float()
+    other = torch.empty_like(wide)  # of each pair
+    other[..., 0::2] = wide[..., 1::2]
+    other[..., 1::2] = wide[..., 0::2]
+    return torch.addcmul(wide * cos, other, sin).type_as(x)
 
 
 class Attention(nn.Module):
