@@ -135,7 +135,7 @@ def test_version() -> None:
         (["--metrics.sinks=carrier_pigeon"], ["metrics.sinks", "console"]),
         (["--job.dump_folder=/proc/here"], ["job.dump_folder", "cannot be written to"]),
         (["--job.imports=no_such_module"], ["job.imports", "no_such_module"]),
-        (["--parallelism.tensor_parallel_degree=2"], ["parallelism.tensor_parallel_degree", "not built yet"]),
+        (["--parallelism.tensor_parallel_degree=2"], ["parallelism.tensor_parallel_degree", "start 2"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) and value[0].startswith("--") else "",
 )

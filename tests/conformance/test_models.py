@@ -1,6 +1,7 @@
 """What every registered model family promises, checked for each by its name alone."""
 
 import dataclasses
+import fnmatch
 from typing import Any
 
 import pytest
@@ -8,6 +9,9 @@ import torch
 from torch import nn
 
 from torchtitan.data.batch import IGNORE_INDEX
+from torchtitan.distributed.pipeline import prune
+from torchtitan.distributed.stages import split_stages
+from torchtitan.distributed.tensor import roles_of
 from torchtitan.models.init import find_rule
 from torchtitan.models.spec import MODELS, ModelSpec
 
@@ -53,6 +57,37 @@ def test_the_layout_holds_every_parameter_once(name: str) -> None:
     ]
     held = [f"{module}.{p}" for module in modules for p, _ in model.get_submodule(module).named_parameters()]
     assert sorted(held) == sorted(dict(model.named_parameters(remove_duplicate=False)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_module_with_parameters_has_a_role_and_every_pattern_a_module(name: str) -> None:
+    spec = MODELS.get(name)
+    model = spec.build_meta(small(spec))
+    found = dict(roles_of(model, spec.roles))  # raises where a role is missing
+    for pattern in spec.roles:
+        assert any(fnmatch.fnmatchcase(module, pattern) for module in found), f"{pattern} matches no module"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stages_together_hold_every_parameter_once(name: str) -> None:
+    spec = MODELS.get(name)
+    args = dataclasses.replace(small(spec), n_layers=5)
+    names = [block for block, _ in spec.build_meta(args).get_submodule(spec.layout.blocks).named_children()]
+    for number in (1, 2, 4, 5):
+        held: list[str] = []
+        for stage in split_stages(spec.layout, names, number, first=1, last=1):
+            part = spec.build_meta(args)
+            prune(part, spec.layout, stage)
+            held += dict(part.named_parameters())
+        assert sorted(held) == sorted(dict(spec.build_meta(args).named_parameters()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_parallelism_divides_is_told(name: str) -> None:
+    spec = MODELS.get(name)
+    for args in (small(spec), *spec.flavors.values()):
+        divisible = spec.divisible(args)
+        assert divisible.heads % divisible.kv_heads == 0 and divisible.hidden > 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)

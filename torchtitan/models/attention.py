@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 # What the public call runs on a CPU, asked directly: it would make a float copy of every mask, of as many elements as
 # scores, and keep it for the backward pass in each layer; and it tells no logsumexp, which joins parts of a softmax.
@@ -29,6 +28,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     elif q.device.type == "cpu":
         out = _CausalAfterPast.apply(q, k, v)
     else:
+        from torch.nn.attention.bias import causal_lower_right  # takes seconds, and a CPU never needs it
+
         mask = causal_lower_right(q.shape[2], k.shape[2])
         out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
     return out.transpose(1, 2)
