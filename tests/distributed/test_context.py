@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tests.launch import run_ranks
 from torchtitan.data.batch import IGNORE_INDEX, Batch
-from torchtitan.distributed.context import ContextSplit, MaskKind, apply_context_parallel, apply_mask, check_context
+from torchtitan.distributed.context import ContextSplit, apply_context_parallel, apply_mask
+from torchtitan.distributed.spread import MaskKind, check_context
 from torchtitan.distributed.topology import Axis, Degrees
 from torchtitan.distributed.world import World
 from torchtitan.errors import ConfigError

@@ -6,9 +6,8 @@ How attention itself is computed is in ``models/attention.py``; meshes and the o
 3.3.2); "ulysses" exchanges a part of the sequence for a part of the heads and back (DeepSpeed-Ulysses, 2023).
 """
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,43 +15,10 @@ from torch import Tensor, nn
 
 from torchtitan.data.batch import Batch
 from torchtitan.distributed.collectives import all_gather, reduce_scatter
-from torchtitan.distributed.topology import KEYS, Axis, Degrees
-from torchtitan.errors import ConfigError, divisors
+from torchtitan.distributed.spread import MaskKind, Method
+from torchtitan.distributed.topology import Axis
 from torchtitan.models.attention import CausalMask, DocumentMask, document_starts, same_document
 from torchtitan.models.spec import Layout
-
-Method = Literal["gather", "ulysses"]
-MaskKind = Literal["causal", "documents"]
-
-
-def check_context(
-    degrees: Degrees, *, method: Method, head_tail: bool, seq_len: int, heads: int, kv_heads: int
-) -> None:
-    """ConfigError where rows of ``seq_len`` tokens or the heads of a model cannot be spread over ``degrees.context``
-    ranks. The tensor degree divides the heads; it counts because it splits heads and, between blocks, tokens again."""
-    context, tensor = degrees.context, degrees.tensor
-    if context == 1:
-        return
-    if method == "ulysses" and math.gcd(heads, kv_heads) % (tensor * context):
-        by = f" ({KEYS['tensor']}={tensor})" if tensor > 1 else ""
-        each, kv_each = heads // tensor, kv_heads // tensor
-        raise ConfigError(
-            KEYS["context"],
-            f"{context} does not divide the {each} query and {kv_each} key-value heads of a rank{by}, which ulysses "
-            f"spreads; try {divisors(math.gcd(each, kv_each))}, or parallelism.context_parallel_method=gather",
-        )
-    halves = 2 if head_tail and method == "gather" else 1
-    unit = context * math.lcm(tensor, halves)
-    if seq_len % unit:
-        below = seq_len // unit * unit
-        factors = [f"{KEYS['context']}={context}"]
-        factors += [f"{KEYS['tensor']}={tensor}"] if tensor > 1 else []
-        halved = ", a first and a last chunk for each rank" if halves == 2 else ""
-        raise ConfigError(
-            "training.seq_len",
-            f"{seq_len} does not split evenly over {' and '.join(factors)}{halved}; "
-            f"try {f'{below} or ' if below else ''}{below + unit}, multiples of {unit}",
-        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +53,7 @@ class ContextSplit:
     def take(self, batch: Batch) -> Batch:
         """This rank's tokens, labels and positions, ``[batch, seq / ranks]`` each, with their values unchanged.
 
-        ValueError where rows do not split evenly; ``check_context`` says so before.
+        ValueError where rows do not split evenly; ``spread.check_context`` says so before.
         """
         return Batch(self._part(batch.tokens), self._part(batch.labels), self._part(batch.positions))
 

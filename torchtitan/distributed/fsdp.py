@@ -6,16 +6,14 @@ no other place for mixed precision.
 
 import warnings
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from torchtitan.distributed.spread import Reshard
 from torchtitan.models.spec import Layout
-
-Reshard = Literal["default", "always", "never"]
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,20 @@
 What is then done to the model is in ``parallelize.py``; how many ranks each axis takes, in ``topology.py``.
 """
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan.config.schema import Parallelism
 from torchtitan.data.loader import Share
-from torchtitan.distributed.context import MaskKind, Method, check_context
-from torchtitan.distributed.fsdp import Reshard
 from torchtitan.distributed.stages import PipelinePlan, check_micro_batches, plan_pipeline
-from torchtitan.distributed.tensor import check_tensor
-from torchtitan.distributed.topology import Degrees
+from torchtitan.distributed.topology import KEYS, Degrees
 from torchtitan.errors import ConfigError, divisors
-from torchtitan.models.spec import ModelSpec
+from torchtitan.models.spec import Divisible, ModelSpec
+
+Reshard = Literal["default", "always", "never"]
+Method = Literal["gather", "ulysses"]
+MaskKind = Literal["causal", "documents"]
 
 
 @dataclass(frozen=True)
@@ -107,3 +109,53 @@ def _plan_pipeline(keys: Parallelism, spec: ModelSpec, args: Any, local_batch_si
             'set it to "default" or "never"',
         )
     return plan
+
+
+def check_tensor(degrees: Degrees, divisible: Divisible, seq_len: int, vocab_size: int) -> None:
+    """ConfigError if the degree of tensor parallelism does not divide what it spreads; of the vocabulary, every rank
+    must have a part."""
+    degree, key = degrees.tensor, KEYS["tensor"]
+    counts = {"query heads": divisible.heads, "key-value heads": divisible.kv_heads, "ffn features": divisible.hidden}
+    for what, count in counts.items():
+        if count % degree:
+            raise ConfigError(
+                key, f"{degree} does not divide the model's {count} {what}; try {divisors(*counts.values())}"
+            )
+    if -(-vocab_size // degree) * (degree - 1) >= vocab_size:
+        raise ConfigError(key, f"of a vocabulary of {vocab_size}, not all of {degree} ranks would get a part; lower it")
+    if seq_len % (degree * degrees.context):
+        parts = f"{degree} ranks" if degrees.context == 1 else f"{degrees.context} context × {degree} tensor ranks"
+        near = seq_len // (degree * degrees.context) * degree * degrees.context or degree * degrees.context
+        raise ConfigError(
+            "training.seq_len", f"{seq_len} tokens cannot be split evenly over {parts}; try {near}, or another degree"
+        )
+
+
+def check_context(
+    degrees: Degrees, *, method: Method, head_tail: bool, seq_len: int, heads: int, kv_heads: int
+) -> None:
+    """ConfigError where rows of ``seq_len`` tokens or the heads of a model cannot be spread over ``degrees.context``
+    ranks. The tensor degree divides the heads; it counts because it splits heads and, between blocks, tokens again."""
+    context, tensor = degrees.context, degrees.tensor
+    if context == 1:
+        return
+    if method == "ulysses" and math.gcd(heads, kv_heads) % (tensor * context):
+        by = f" ({KEYS['tensor']}={tensor})" if tensor > 1 else ""
+        each, kv_each = heads // tensor, kv_heads // tensor
+        raise ConfigError(
+            KEYS["context"],
+            f"{context} does not divide the {each} query and {kv_each} key-value heads of a rank{by}, which ulysses "
+            f"spreads; try {divisors(math.gcd(each, kv_each))}, or parallelism.context_parallel_method=gather",
+        )
+    halves = 2 if head_tail and method == "gather" else 1
+    unit = context * math.lcm(tensor, halves)
+    if seq_len % unit:
+        below = seq_len // unit * unit
+        factors = [f"{KEYS['context']}={context}"]
+        factors += [f"{KEYS['tensor']}={tensor}"] if tensor > 1 else []
+        halved = ", a first and a last chunk for each rank" if halves == 2 else ""
+        raise ConfigError(
+            "training.seq_len",
+            f"{seq_len} does not split evenly over {' and '.join(factors)}{halved}; "
+            f"try {f'{below} or ' if below else ''}{below + unit}, multiples of {unit}",
+        )

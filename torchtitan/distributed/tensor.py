@@ -19,10 +19,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtitan.distributed.collectives import gather_dim, scatter_dim
 from torchtitan.distributed.gradients import sum_gradients
-from torchtitan.distributed.topology import KEYS, Degrees
-from torchtitan.errors import ConfigError, divisors
 from torchtitan.loss import Loss
-from torchtitan.models.spec import Divisible, Role
+from torchtitan.models.spec import Role
 
 TOKENS = 1
 """The dimension of ``[batch, seq, features]`` that is spread between blocks."""
@@ -184,23 +182,3 @@ def tensor_seams(loss: Loss, mesh: DeviceMesh, *, spread_logits: bool) -> dict[s
     seams: dict[str, Any] = {"complete_gradients": complete_gradients}
     # Under torch's context cross entropy never gathers spread logits.
     return seams | ({"loss": on_spread_logits, "loss_context": loss_parallel} if spread_logits else {})
-
-
-def check_tensor(degrees: Degrees, divisible: Divisible, seq_len: int, vocab_size: int) -> None:
-    """ConfigError if the degree of tensor parallelism does not divide what it spreads; of the vocabulary, every rank
-    must have a part."""
-    degree, key = degrees.tensor, KEYS["tensor"]
-    counts = {"query heads": divisible.heads, "key-value heads": divisible.kv_heads, "ffn features": divisible.hidden}
-    for what, count in counts.items():
-        if count % degree:
-            raise ConfigError(
-                key, f"{degree} does not divide the model's {count} {what}; try {divisors(*counts.values())}"
-            )
-    if -(-vocab_size // degree) * (degree - 1) >= vocab_size:
-        raise ConfigError(key, f"of a vocabulary of {vocab_size}, not all of {degree} ranks would get a part; lower it")
-    if seq_len % (degree * degrees.context):
-        parts = f"{degree} ranks" if degrees.context == 1 else f"{degrees.context} context × {degree} tensor ranks"
-        near = seq_len // (degree * degrees.context) * degree * degrees.context or degree * degrees.context
-        raise ConfigError(
-            "training.seq_len", f"{seq_len} tokens cannot be split evenly over {parts}; try {near}, or another degree"
-        )
