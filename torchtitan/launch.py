@@ -92,13 +92,19 @@ def _torchrun(config: JobConfig, processes: int, shown: str, argv: Sequence[str]
     try:
         torchrun([word for pair in options.items() for word in pair] + ["-m", "torchtitan.train", *argv])
     except ChildFailedError as error:
+        folder = Path(config.job.dump_folder)
+        end = End.read(folder, since=started)
+        # torchrun kills whoever has not ended half a minute after the first failure: a victim, not the cause.
+        torn_down = end is not None and End.read(folder, since=time.time() - 25) is None
         for rank, failure in error.failures.items():
-            if failure.exitcode < 0 and -failure.exitcode not in _FORWARDED:
+            if failure.exitcode < 0 and -failure.exitcode not in _FORWARDED and not torn_down:
                 name = signal.Signals(-failure.exitcode).name
                 hint = " (by the system, if memory ran out)" if -failure.exitcode == signal.SIGKILL else ""
-                print(f"rank {rank} was killed by {name}{hint}", file=sys.stderr)
+                killed = End("failed", FAILED, end.step if end else None, f"killed by {name}{hint}", rank)
+                End.forget(folder)  # another rank had missed this one, and said so
+                killed.write(folder)
+                print(f"rank {rank} was {killed.error}", file=sys.stderr)
                 return FAILED
-        end = End.read(Path(config.job.dump_folder), since=started)
         if end is None:
             if _stopped:  # before the first step, when there was nothing to save
                 return STOPPED

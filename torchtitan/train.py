@@ -92,8 +92,9 @@ def run(job: Job, folder: Path, started: float) -> int:
             stop = StopRequest(config.job.max_duration_minutes, started)
             end = End("done", DONE) if trainer.run(stop) else End("stopped", STOPPED)
             trainer.close()
+            reason = next((reason for reason in world.gather(stop.reason) if reason), None)
             if world.rank == 0:
-                why = f" after {stop.reason}" if stop.reason else ""
+                why = f" after {reason}" if reason else ""
                 logger.info(f"{end.reason} at step {trainer.state.step}{why}")
                 replace(end, step=trainer.state.step).write(folder)
         return end.exit_code

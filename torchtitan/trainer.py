@@ -26,6 +26,7 @@ from torchtitan.distributed.spread import micro_batches
 from torchtitan.distributed.stages import describe as describe_pipeline
 from torchtitan.distributed.topology import build_topology
 from torchtitan.distributed.world import World
+from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_flops
 from torchtitan.observe.metrics import Metrics, StepStats
@@ -84,7 +85,7 @@ class Trainer:
         if self.checkpointer is not None:
             self._load(self.checkpointer)
         self._settle_batch_size()
-        self.micro_batches = micro_batches(job.spread, self.state.global_batch_size, config.training.local_batch_size)
+        self.micro_batches = self._count_micro_batches()
         self.loader = build_loader(
             rows,
             global_batch_size=self.state.global_batch_size,
@@ -213,6 +214,14 @@ class Trainer:
             self.state.global_batch_size = training.global_batch_size
         elif not self.state.global_batch_size:
             self.state.global_batch_size = training.local_batch_size * self.topology.degrees.readers
+
+    def _count_micro_batches(self) -> int:
+        training, rows = self.job.config.training, self.state.global_batch_size
+        try:
+            return micro_batches(self.job.spread, rows, training.local_batch_size)
+        except ConfigError as error:
+            # It was checked before the start, but for a global batch that the checkpoint has kept.
+            raise ConfigError(error.key, f"the checkpoint's global batch of {rows} {error.problem}") from None
 
     def _log_summary(self) -> None:
         """What is about to run, in a few lines."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.distributed.context_memory import usage
 from tests.launch import run_ranks
 from torchtitan.data.batch import IGNORE_INDEX, Batch
 from torchtitan.distributed.context import ContextSplit, apply_context_parallel, apply_mask
@@ -344,3 +345,15 @@ def test_what_does_not_is_named_with_what_would(
     with pytest.raises(ConfigError, match=said) as refused:
         check_context(degrees, method=method, head_tail=head_tail, seq_len=seq_len, heads=heads[0], kv_heads=heads[1])
     assert refused.value.key == (key if "." in key else f"parallelism.{key}_parallel_degree")
+
+
+def test_what_a_block_keeps_falls_as_the_degree_rises() -> None:
+    """All but the gathered keys and values; the whole measurement is scripts/prove_context_memory.py."""
+    alone = run_ranks(usage, 1, 512, torch.float32)[0]["one process"]
+    for found in run_ranks(usage, 2, 512, torch.float32):
+        for method in ("gather, head-tail", "gather, contiguous"):
+            assert found[method].inputs * 2 == alone.inputs
+            assert found[method].attention <= 1.02 * alone.attention / 2
+            assert found[method].block <= 1.02 * alone.block / 2
+            assert found[method].gathered == 2 * 512 * 4 * 64 * 4
+        assert found["ulysses"].block <= 1.1 * alone.block / 2

@@ -79,7 +79,7 @@ def test_files_that_would_fail_later(tmp_path: Path, old: str, new: str, said: s
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.csv: No such file"):
         read_order(str(tmp_path / "none.csv"), 2)
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ConfigError, match="is no file"):
         read_order(str(tmp_path), 2)
     path = tmp_path / "bytes.csv"
     path.write_bytes(b"0F0,\xff\xfe")

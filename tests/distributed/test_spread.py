@@ -92,9 +92,45 @@ def test_batches_are_multiples_of_a_micro_batch() -> None:
     assert spread.rows_multiple == 4
     assert micro_batches(spread, 16, 8) == 2
     # Two readers, three rows each: filled up to one micro-batch, which 1F1B over two stages cannot run.
-    with pytest.raises(ConfigError, match="makes 1 micro-batches"):
+    with pytest.raises(ConfigError, match=r"makes 1 micro-batches.* set it to 2 × 2 readers ×") as refused:
         micro_batches(spread, 6, 8)
+    assert refused.value.key == "training.global_batch_size", "the local batch is not to blame"
 
 
-def test_keys_of_an_axis_of_one_rank_change_nothing() -> None:
+def test_keys_that_change_nothing_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert plan(1, "pipeline_parallel_schedule=DualPipeV", "context_parallel_method=ulysses").pipeline is None
+    assert "parallelism.pipeline_parallel_schedule changes nothing while" in caplog.text
+    assert "parallelism.context_parallel_method changes nothing while" in caplog.text
+    caplog.clear()
+    path = tmp_path / "order.csv"
+    path.write_text("\ufeff" + ",".join(f"0{kind}{m}" for kind in "FB" for m in range(8)) + "\n", encoding="utf-8")
+    path.write_text(path.read_text() + ",".join(f"1{kind}{m}" for kind in "FB" for m in range(8)), encoding="utf-8")
+    spread = plan(2, PP2, f"pipeline_parallel_schedule_csv={path}", "pipeline_parallel_schedule=GPipe")
+    assert spread.pipeline is not None and spread.pipeline.order is not None
+    assert "parallelism.pipeline_parallel_schedule changes nothing beside" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0F0,0B0\n999999F0,999999B0\n", "stage 1 is missing"),
+        ("0F0,0B0\n9999999999F0\n", "is no action"),
+        ("0F0,0F" + "9" * 5000 + "\n1F0\n", "…' is no action"),
+    ],
+)
+def test_absurd_schedules_are_refused_at_once_and_in_short(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "order.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said) as refused:
+        plan(2, PP2, f"pipeline_parallel_schedule_csv={path}")
+    assert len(str(refused.value)) < 300
+    with pytest.raises(ConfigError, match="is no file"):
+        plan(2, PP2, "pipeline_parallel_schedule_csv=/dev/zero")
+
+
+def test_one_stage_a_rank_is_advised_only_where_it_would_help() -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan(8, "pipeline_parallel_degree=8")
+    assert "1F1B" not in str(refused.value)
+    with pytest.raises(ConfigError, match="to 1F1B"):
+        plan(4, PP4, "pipeline_parallel_schedule=ZBVZeroBubble")

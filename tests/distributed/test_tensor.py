@@ -1,5 +1,6 @@
 """Tensor parallelism: roles, the parts of a module, what is refused; whole models are compared in equivalence/."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,9 +155,9 @@ def test_what_does_not_divide_is_refused(
     degrees: Degrees, divisible: tuple[int, int, int], seq_len: int, vocab_size: int, key: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
-        check_tensor(degrees, Divisible(*divisible), seq_len, vocab_size)
+        check_tensor(replace(degrees, shard=1), Divisible(*divisible), seq_len, vocab_size)
     assert refused.value.key == key
 
 
 def test_what_divides_passes() -> None:
-    check_tensor(Degrees(tensor=4, context=2), Divisible(8, 4, 12), 16, 101)
+    check_tensor(Degrees(shard=1, tensor=4, context=2), Divisible(8, 4, 12), 16, 101)

@@ -58,18 +58,19 @@ BASE = [
 
 AXES = ("rep", "dp", "tp", "cp", "pp")
 KEYS = {
-    "dp": "data_parallel_shard_degree",
-    "rep": "data_parallel_replicate_degree",
-    "tp": "tensor_parallel_degree",
-    "cp": "context_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-    "schedule": "pipeline_parallel_schedule",
-    "method": "context_parallel_method",
-    "balancer": "context_parallel_load_balancer",
-    "reshard": "fsdp_reshard_after_forward",
-    "rows": "pipeline_parallel_microbatch_size",
-    "modules": "module_fqns_per_model_part",
-    "disable_loss_parallel": "disable_loss_parallel",
+    "dp": "parallelism.data_parallel_shard_degree",
+    "rep": "parallelism.data_parallel_replicate_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "pp": "parallelism.pipeline_parallel_degree",
+    "schedule": "parallelism.pipeline_parallel_schedule",
+    "method": "parallelism.context_parallel_method",
+    "balancer": "parallelism.context_parallel_load_balancer",
+    "reshard": "parallelism.fsdp_reshard_after_forward",
+    "rows": "parallelism.pipeline_parallel_microbatch_size",
+    "modules": "parallelism.module_fqns_per_model_part",
+    "disable_loss_parallel": "parallelism.disable_loss_parallel",
+    "offloaded": "training.enable_cpu_offload",
 }
 SCHEDULES = (
     *("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"),
@@ -85,6 +86,7 @@ class Model:
     tied: bool = False
     rows: int = 8
     dtype: str = "float32"
+    loss: str = "cross_entropy"
 
     def argv(self) -> list[str]:
         return [
@@ -92,6 +94,7 @@ class Model:
             f"--model.args.tie_word_embeddings={str(self.tied).lower()}",
             f"--training.global_batch_size={self.rows}",
             f"--training.mixed_precision_param={self.dtype}",
+            f"--loss.name={self.loss}",
         ]
 
     @property
@@ -129,7 +132,7 @@ class Layout:
         return [
             *self.model.argv(),
             f"--training.local_batch_size={math.ceil(local / rows) * rows}",
-            *(f"--parallelism.{KEYS[name]}={value_text(value)}" for name, value in self.keys.items()),
+            *(f"--{KEYS[name]}={value_text(value)}" for name, value in self.keys.items()),
         ]
 
 
@@ -146,6 +149,7 @@ def all_layouts() -> list[Layout]:
         *({"cp": degree, "balancer": "none"} for degree in (2, 4)),
         *({"dp": 4, "reshard": reshard} for reshard in ("always", "never")),
         {"tp": 2, "disable_loss_parallel": True},
+        {"offloaded": True},
     ]
     schedules = [{"pp": degree, "schedule": schedule} for degree in (2, 4) for schedule in SCHEDULES]
     combined = [
@@ -176,6 +180,7 @@ def all_layouts() -> list[Layout]:
         Layout(_axes("dp", "pp", schedule="Interleaved1F1B"), Model(rows=24), batches=3),
         *(Layout(keys, Model(tied=True)) for keys in tied),
         Layout({"pp": 2}, Model(tied=True, rows=24), batches=3),
+        *(Layout(_axes(*axes), Model(loss="smoothed")) for axes in (("tp",), ("tp", "pp"))),
         # Sizes that the degrees do not divide.
         Layout({"pp": 2}, Model(layers=5)),
         Layout({"pp": 4}, Model(layers=7)),

@@ -45,6 +45,44 @@ def test_a_resumed_run_is_the_uninterrupted_one(half: tuple[Path, Outcome], rank
         assert resumed.norms == pytest.approx(through.norms, rel=1e-4)
 
 
+TIED = ["--model.args.tie_word_embeddings", "--model.args.n_layers=4", "--training.steps=8"]
+SPLIT = {
+    "one rank": [],
+    "shard 2 × tensor 2": ["--parallelism.tensor_parallel_degree=2"],
+    "tensor 2 × pipeline 2": [
+        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.pipeline_parallel_degree=2",
+        "--training.local_batch_size=6",
+    ],
+    "pipeline 2 in a V": [
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+        "--training.local_batch_size=6",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks_before", "after", "ranks_after"),
+    [
+        ("tensor 2 × pipeline 2", 4, "pipeline 2 in a V", 2),
+        ("pipeline 2 in a V", 2, "shard 2 × tensor 2", 4),
+        ("one rank", 1, "tensor 2 × pipeline 2", 4),
+    ],
+)
+def test_a_run_goes_on_in_another_layout(
+    tmp_path: Path, before: str, ranks_before: int, after: str, ranks_after: int
+) -> None:
+    """Tied weights too, of which a pipeline has two copies with states of their own."""
+    saves = [*SAVES, *TIED]
+    through = run_ranks(run_job, 1, tiny_argv(tmp_path, *saves, run="through"))[0]
+    run_ranks(run_job, ranks_before, tiny_argv(tmp_path, *saves, "--training.steps=4", *SPLIT[before]))
+    resumed = run_ranks(run_job, ranks_after, tiny_argv(tmp_path, *saves, *SPLIT[after]))[0]
+    assert resumed.steps == list(range(1, 9)) and resumed.rows == through.rows[4:]
+    assert resumed.losses == pytest.approx(through.losses, abs=1e-5)
+    assert resumed.norms == pytest.approx(through.norms, rel=1e-4)
+
+
 def test_rows_do_not_depend_on_workers_or_local_batch(half: tuple[Path, Outcome]) -> None:
     folder, through = half
     others = [

@@ -182,8 +182,8 @@ class Parallelism(Section):
     pipeline_parallel_layers_per_stage: int | None = key(
         None, "layers of a stage; none: one or two stages a rank", ge=1
     )
-    pipeline_parallel_first_stage_less_layers: int = key(1, "layers that the embedding weighs as much as", ge=0)
-    pipeline_parallel_last_stage_less_layers: int = key(1, "layers that the head weighs as much as", ge=0)
+    pipeline_parallel_first_stage_less_layers: int = key(1, "layers that the embedding weighs", ge=0, le=1000)
+    pipeline_parallel_last_stage_less_layers: int = key(1, "layers that the head weighs", ge=0, le=1000)
     module_fqns_per_model_part: list[list[str]] | None = key(None, "modules of each stage; none: worked out")
 
 

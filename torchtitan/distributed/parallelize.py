@@ -42,6 +42,7 @@ def parallelize(
     split = None if context is None else ContextSplit(context, spread.context_method, spread.head_tail)
     stages = [None] if spread.pipeline is None or pipeline is None else spread.pipeline.stages_of(pipeline.rank)
     tied = spec.tied(args) if pipeline is None else {}
+    spread_logits = spread.spread_logits and hasattr(loss, "on_spread_logits")
     parts = []
     for names in stages:
         part = spec.build_meta(args)
@@ -51,7 +52,7 @@ def parallelize(
             convert(part)
         part.to(dtype=precision.storage)
         if tensor is not None:
-            apply_tensor_parallel(part, spec.roles, tied, tensor, spread_logits=spread.spread_logits)
+            apply_tensor_parallel(part, spec.roles, tied, tensor, spread_logits=spread_logits)
         if split is not None:
             apply_context_parallel(part, spec.layout, split, spread.mask)
         else:
@@ -70,7 +71,7 @@ def parallelize(
         parts.append(part)
     seams = Seams(loss, take=everything if split is None else split.take)
     if tensor is not None:
-        seams = replace(seams, **tensor_seams(loss, tensor, spread_logits=spread.spread_logits))
+        seams = replace(seams, **tensor_seams(loss, tensor, spread_logits=spread_logits))
     if pipeline is None or spread.pipeline is None:
         return WholeRunner(parts[0], seams)
     return PipelineRunner(

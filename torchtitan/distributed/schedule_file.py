@@ -14,7 +14,7 @@ from torchtitan.errors import ConfigError
 
 KEY = "parallelism.pipeline_parallel_schedule_csv"
 
-_ACTION = re.compile(r"(\d+)(F|B|I|W)(\d+)")
+_ACTION = re.compile(r"(\d{1,6})(F|B|I|W)(\d{1,6})")
 _OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")
 
@@ -22,8 +22,10 @@ _COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\
 def read_order(path: str, ranks: int) -> Order:
     """The order in the file at ``path`` for a pipeline of ``ranks``; ConfigError, in one line, for whatever would fail
     when it runs."""
+    if Path(path).exists() and not Path(path).is_file():
+        raise ConfigError(KEY, f"{path} is no file")
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets begin theirs with a mark
             rows = [[cell.strip() for cell in row] for row in csv.reader(file)]
     except OSError as error:
         raise ConfigError(KEY, f"cannot read {path}: {error.strerror}") from None
@@ -70,7 +72,8 @@ def _step(cell: str, place: str) -> Step:
         raise _Wrong(f"{place}: {cell} does not overlap a forward and a backward pass, as (0F3;3B1)OVERLAP_F_B does")
     if _COMMUNICATION.fullmatch(cell):
         raise _Wrong(f"{place}: {cell} is communication, which is put in when the file is read; dump it compute_only")
-    raise _Wrong(f"{place}: {cell!r} is no action; write stage, one of F B I W, micro-batch, such as 0F3")
+    shown = cell if len(cell) <= 40 else f"{cell[:40]}…"
+    raise _Wrong(f"{place}: {shown!r} is no action; write stage, one of F B I W, micro-batch, such as 0F3")
 
 
 def _action(match: re.Match[str]) -> Action:

@@ -12,6 +12,7 @@ from torchtitan.data.loader import Share
 from torchtitan.distributed.stages import PipelinePlan, check_micro_batches, plan_pipeline
 from torchtitan.distributed.topology import KEYS, Degrees
 from torchtitan.errors import ConfigError, divisors
+from torchtitan.log import logger
 from torchtitan.models.spec import Divisible, ModelSpec
 
 Reshard = Literal["default", "always", "never"]
@@ -48,6 +49,7 @@ def plan_spread(
         tensor=keys.tensor_parallel_degree,
         pipeline=keys.pipeline_parallel_degree,
     ).resolve(world_size)
+    _note_unused(keys)
     divisible, reshard = spec.divisible(args), keys.fsdp_reshard_after_forward
     method, head_tail = keys.context_parallel_method, keys.context_parallel_load_balancer == "headtail"
     if degrees.tensor > 1:
@@ -74,12 +76,29 @@ def plan_spread(
     )
 
 
+def _note_unused(keys: Parallelism) -> None:
+    """Say which keys change nothing, since their axis has one rank, or another key stands above them."""
+    chosen = {name for name, value in keys if value != Parallelism.model_fields[name].default}
+    above = {"module_fqns_per_model_part": "less_layers", "pipeline_parallel_schedule_csv": "parallel_schedule"}
+    for name in sorted(chosen):
+        axis = "pipeline" if name.startswith(("pipeline", "module_fqns")) else name.partition("_")[0]
+        degree = f"{axis}_parallel_degree"
+        if axis in ("pipeline", "context") and getattr(keys, degree) == 1:
+            logger.warning(f"parallelism.{name} changes nothing while parallelism.{degree} is 1")
+            continue
+        for other in chosen & set(above):
+            if name.endswith(above[other]):
+                logger.warning(f"parallelism.{name} changes nothing beside parallelism.{other}")
+
+
 def micro_batches(spread: Spread, global_batch_size: int, local_batch_size: int) -> int:
     """Number of micro-batches in which a batch passes the pipeline; ConfigError if its schedule needs others."""
     share = Share(global_batch_size, spread.degrees.readers, 0, local_batch_size, spread.rows_multiple)
     number = share.micro_batch_size // spread.rows_multiple
     if spread.pipeline is not None:
-        check_micro_batches(spread.pipeline, number)
+        # Of a global batch that fills no local one, the local batch is not to blame.
+        few = share.micro_batch_size < local_batch_size
+        check_micro_batches(spread.pipeline, number, readers=spread.degrees.readers if few else None)
     return number
 
 
@@ -116,11 +135,10 @@ def check_tensor(degrees: Degrees, divisible: Divisible, seq_len: int, vocab_siz
     must have a part."""
     degree, key = degrees.tensor, KEYS["tensor"]
     counts = {"query heads": divisible.heads, "key-value heads": divisible.kv_heads, "ffn features": divisible.hidden}
+    fitting = divisors(*counts.values(), degrees.readers * degrees.copies)
     for what, count in counts.items():
         if count % degree:
-            raise ConfigError(
-                key, f"{degree} does not divide the model's {count} {what}; try {divisors(*counts.values())}"
-            )
+            raise ConfigError(key, f"{degree} does not divide the model's {count} {what}; try {fitting}")
     if -(-vocab_size // degree) * (degree - 1) >= vocab_size:
         raise ConfigError(key, f"of a vocabulary of {vocab_size}, not all of {degree} ranks would get a part; lower it")
     if seq_len % (degree * degrees.context):

@@ -21,6 +21,7 @@ DEGREE_KEY = "parallelism.pipeline_parallel_degree"
 LAYERS_KEY = "parallelism.pipeline_parallel_layers_per_stage"
 MODULES_KEY = "parallelism.module_fqns_per_model_part"
 ROWS_KEY = "training.local_batch_size"
+GLOBAL_KEY = "training.global_batch_size"
 SIZE_KEY = "parallelism.pipeline_parallel_microbatch_size"
 
 
@@ -106,12 +107,17 @@ def plan_pipeline(
                 f"{layers_per_stage} makes {number} stages of {layers} layers, {first + last} of which stand for "
                 f"embedding and head, but {problem}{remedy}",
             )
-        stages = split_stages(layout, blocks, number, first=first, last=last, key=LAYERS_KEY)
+        stages = split_stages(layout, blocks, number, first=first, last=last, key=LAYERS_KEY, remedy="raise it")
     elif order is not None:
-        stages = split_stages(layout, blocks, _stages_in(order), first=first, last=last, key=FILE_KEY)
+        stages = split_stages(
+            layout, blocks, _stages_in(order), first=first, last=last, key=FILE_KEY, remedy="use fewer"
+        )
     else:
         number = degree * (SCHEDULES[name].stages_a_rank or 2)
-        stages = split_stages(layout, blocks, number, first=first, last=last, key=DEGREE_KEY)
+        remedy = f"lower {DEGREE_KEY}"
+        if degree <= len(blocks):
+            remedy += f", or set {SCHEDULE_KEY} to 1F1B, which has one stage on each rank"
+        stages = split_stages(layout, blocks, number, first=first, last=last, remedy=remedy)
 
     if order is not None:
         owner = {action.stage: rank for rank, steps in enumerate(order) for step in steps for action in step}
@@ -144,20 +150,23 @@ def _wrong_number(number: int, schedule: str, order: Order | None, degree: int) 
 
 
 def split_stages(
-    layout: Layout, blocks: Sequence[str], number: int, *, first: int, last: int, key: str = DEGREE_KEY
+    layout: Layout,
+    blocks: Sequence[str],
+    number: int,
+    *,
+    first: int,
+    last: int,
+    key: str = DEGREE_KEY,
+    remedy: str = "",
 ) -> tuple[tuple[str, ...], ...]:
     """The module names of each of ``number`` stages: the stem in the first, the head in the last, and blocks such that
     the largest stage is as small as can be, where the stem counts as ``first`` blocks and the head as ``last``; among
     such splits one that is even in blocks.
 
-    ConfigError, on ``key``, if there is no block for each.
+    ConfigError, on ``key`` and with ``remedy``, if there is no block for each.
     """
     if number > len(blocks):
-        raise ConfigError(
-            key,
-            f"{number} stages need a layer each, but there are {len(blocks)}; lower {DEGREE_KEY}, raise {LAYERS_KEY}, "
-            f"or set {SCHEDULE_KEY} to 1F1B, which has one stage on each rank",
-        )
+        raise ConfigError(key, f"{number} stages need a layer each, but there are {len(blocks)}; {remedy}")
     counts = [1] * number
     weights = [1] * number
     weights[0] += first
@@ -199,15 +208,17 @@ def _shortened(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 6 else (*names[:3], "…", *names[-3:]))
 
 
-def check_micro_batches(plan: PipelinePlan, number: int) -> None:
-    """ConfigError if the schedule cannot run ``number`` micro-batches."""
+def check_micro_batches(plan: PipelinePlan, number: int, readers: int | None = None) -> None:
+    """ConfigError if the schedule cannot run ``number`` micro-batches. ``readers`` is given where it is a global batch
+    for so many readers that makes this number, and not the local one."""
+    key, unit, match = ROWS_KEY, SIZE_KEY, ", with a global batch to match"
+    if readers is not None:
+        key, unit, match = GLOBAL_KEY, f"{readers} readers × {SIZE_KEY}", ""
     if plan.order is not None:
         fixed = _micro_batches_in(plan.order)
         if number != fixed:
             raise ConfigError(
-                ROWS_KEY,
-                f"makes {number} micro-batches, but {FILE_KEY} is for {fixed}; set it to {fixed} × {SIZE_KEY}, "
-                "with a global batch to match",
+                key, f"makes {number} micro-batches, but {FILE_KEY} is for {fixed}; set it to {fixed} × {unit}{match}"
             )
         return
     family = SCHEDULES[plan.schedule]
@@ -221,9 +232,9 @@ def check_micro_batches(plan: PipelinePlan, number: int) -> None:
         near = f"{fewer} or {more}" if fewer else str(more)
         other = "GPipe" if family.stages_a_rank == 1 else "LoopedBFS"
         raise ConfigError(
-            ROWS_KEY,
+            key,
             f"makes {number} micro-batches for {len(plan.stages)} stages on {plan.ranks} ranks, but {plan.schedule} "
-            f"takes {family.needs}; set it to {near} × {SIZE_KEY}, with a global batch to match, or "
+            f"takes {family.needs}; set it to {near} × {unit}{match}, or "
             f"{SCHEDULE_KEY} to {other}, which takes any number",
         )
 
