@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,8 @@ def run_job(world: World, argv: Sequence[str]) -> Outcome:
 
 def whole_parameters(tensors: Mapping[str, torch.Tensor], world: World) -> dict[str, torch.Tensor]:
     """Tensors of all stages, each put together from its parts, on every rank."""
+    # It notes that a tensor split in two directions comes together in two steps.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     mine = {name: t.full_tensor().clone() if isinstance(t, DTensor) else t.clone() for name, t in tensors.items()}
     stages: dict[str, torch.Tensor] = {}
     for theirs in reversed(world.gather(mine)):
