@@ -234,10 +234,12 @@ def workers_of(launcher: int) -> list[int]:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, 1)], ids=["TERM", "KILL"])
 def test_what_happens_to_one_rank_happens_to_all(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable", "--training.dataloader.num_workers=2")
-    environment = {**os.environ, **_on_path({"NGPU": "2"})}
+    """Of four that hold two stages, each spread over two."""
+    layout = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
+    run = ["--training.steps=100000", "--checkpoint.enable", "--training.dataloader.num_workers=1"]
+    environment = {**os.environ, **_on_path({"NGPU": "4"})}
     with subprocess.Popen(
-        ["./run_train.sh", *argv],
+        ["./run_train.sh", *tiny_argv(tmp_path, *run, *layout)],
         cwd=CHECKOUT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -246,15 +248,17 @@ def test_what_happens_to_one_rank_happens_to_all(tmp_path: Path, number: signal.
     ) as process:
         wait_for_step(tmp_path / "run", 3)
         workers = workers_of(process.pid)
-        assert len(workers) == 2
-        os.kill(workers[1], number)
+        assert len(workers) == 4
+        os.kill(workers[3], number)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == code, output
     left = end(tmp_path / "run")
     if code == 1:
-        assert "rank 1 was killed by SIGKILL" in output.strip().splitlines()[-1]
+        assert "rank 3 was killed by SIGKILL" in output.strip().splitlines()[-1]
+        assert left["rank"] == 3 and left["error"].startswith("killed by SIGKILL")
     else:
         assert left["exit_code"] == code
+        assert "after SIGTERM" in output, "rank 0 was not asked, and tells the reason all the same"
     if code == 75:
         assert [p.name for p in (tmp_path / "run" / "checkpoint").iterdir()] == [f"step-{left['step']}"]
     deadline = time.monotonic() + 10  # loader workers follow within seconds
