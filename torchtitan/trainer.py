@@ -227,7 +227,8 @@ class Trainer:
         """What is about to run, in a few lines."""
         config, device = self.job.config, self.world.device
         training, spread, precision = config.training, self.job.spread, self.precision
-        shares = self.loader.micro_batches
+        number = self.loader.micro_batches
+        shares = "1 batch" if number == 1 else f"{number} batches"
         logger.info(
             f"torchtitan {__version__}, torch {torch.__version__}, {describe(device)}: {config.job.description}"
         )
@@ -238,7 +239,7 @@ class Trainer:
         )
         logger.info(
             f"{self.world.size} ranks: {spread.degrees}; global batch "
-            f"{self.state.global_batch_size} × {training.seq_len} tokens in {shares} micro-batches a rank; "
+            f"{self.state.global_batch_size} × {training.seq_len} tokens, {shares} a rank; "
             f"steps {self.state.step + 1} to {training.steps}"
         )
         if spread.pipeline is not None:

@@ -86,6 +86,10 @@ def _note_unused(keys: Parallelism) -> None:
         if axis in ("pipeline", "context") and getattr(keys, degree) == 1:
             logger.warning(f"parallelism.{name} changes nothing while parallelism.{degree} is 1")
             continue
+        if name == "disable_loss_parallel" and keys.tensor_parallel_degree == 1:
+            logger.warning(f"parallelism.{name} changes nothing while parallelism.tensor_parallel_degree is 1")
+        if name == "context_parallel_load_balancer" and keys.context_parallel_method == "ulysses":
+            logger.warning(f"parallelism.{name} changes nothing beside parallelism.context_parallel_method=ulysses")
         for other in chosen & set(above):
             if name.endswith(above[other]):
                 logger.warning(f"parallelism.{name} changes nothing beside parallelism.{other}")

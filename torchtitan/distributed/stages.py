@@ -107,7 +107,8 @@ def plan_pipeline(
                 f"{layers_per_stage} makes {number} stages of {layers} layers, {first + last} of which stand for "
                 f"embedding and head, but {problem}{remedy}",
             )
-        stages = split_stages(layout, blocks, number, first=first, last=last, key=LAYERS_KEY, remedy="raise it")
+        remedy = f"raise it; embedding and head count as {first + last} layers of all"
+        stages = split_stages(layout, blocks, number, first=first, last=last, key=LAYERS_KEY, remedy=remedy)
     elif order is not None:
         stages = split_stages(
             layout, blocks, _stages_in(order), first=first, last=last, key=FILE_KEY, remedy="use fewer"
