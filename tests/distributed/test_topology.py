@@ -32,6 +32,8 @@ def test_degrees_that_fit(degrees: Degrees, world: int, shard: int) -> None:
     ("degrees", "world", "axis", "said"),
     [
         (Degrees(replicate=4), 6, "replicate", "4 does not divide the 6 processes; try 1, 2, 3, 6"),
+        (Degrees(tensor=2), 1, "tensor", r"there is 1 process; start 2 or a multiple of that \(NGPU\)"),
+        (Degrees(context=4), 3, "context", "there are 3 processes; start 4"),
         (Degrees(tensor=3), 8, "tensor", "3 does not divide the 8 processes; try 1, 2, 4, 8"),
         (
             Degrees(tensor=4, pipeline=2),

@@ -208,7 +208,8 @@ def short_form() -> list[Layout]:
 @dataclass
 class Record:
     """What a run was: initial weights, gradients of the first step and names of those that are not equal to the bit
-    where they have to be, loss and norm of every step, dtypes of the linear maps, duration."""
+    where they have to be, loss and norm of every step and the loss of an evaluation at the end, dtypes of the linear
+    maps, duration."""
 
     initial: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -295,6 +296,9 @@ def _run(world: World, argv: list[str]) -> Record | None:
         loss, norm = trainer.train_step(batches, counted / degrees.copies)
         record.losses.append(world.sum([float(loss)])[0] / degrees.tensor)
         record.norms.append(float(norm))
+    # What the last step's rows give now, without training on them.
+    evaluated = sum(float(trainer.runner.evaluate(batch, counted / degrees.copies)) for batch in batches)
+    record.losses.append(world.sum([evaluated])[0] / degrees.tensor)
     trainer.close()
     return record if world.rank == 0 else None
 

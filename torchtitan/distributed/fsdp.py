@@ -26,7 +26,7 @@ class Precision:
     reduce: torch.dtype = torch.float32
 
 
-def has_parameters(module: nn.Module) -> bool:
+def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
@@ -68,9 +68,9 @@ def apply_fsdp(
     # A tied weight is used by stem and head alike, so it belongs to the group of the whole model.
     if not tied:
         for name in layout.stem:
-            if has_parameters(module := model.get_submodule(name)):
+            if _has_parameters(module := model.get_submodule(name)):
                 shard([module], free)
-        head = [module for name in layout.head if has_parameters(module := model.get_submodule(name))]
+        head = [module for name in layout.head if _has_parameters(module := model.get_submodule(name))]
         if head:
             # The backward pass needs the head first: freeing it after the forward pass would only fetch it twice.
             shard(head, reshard == "always")

@@ -48,6 +48,9 @@ class Degrees:
                 return replace(self, shard=world_size // taken)
             if len(named) == 1:
                 ((axis, degree),) = named.items()
+                if degree > world_size:
+                    there = "there is 1 process" if world_size == 1 else f"there are {world_size} processes"
+                    raise ConfigError(KEYS[axis], f"{there}; start {degree} or a multiple of that (NGPU)")
                 raise ConfigError(
                     KEYS[axis], f"{degree} does not divide the {world_size} processes; try {divisors(world_size)}"
                 )
