@@ -120,7 +120,7 @@ def test_version() -> None:
         (["--model.args.n_kv_heads=3"], ["model.args.n_kv_heads", "does not divide n_heads=16"]),
         (["--model.args.dim=abc"], ["model.args.dim", "integer"]),
         (["--parallelism.data_parallel_shard_degree=3"], ["data_parallel_shard_degree", "3", "1 process"]),
-        (["--parallelism.data_parallel_replicate_degree=2"], ["data_parallel_replicate_degree", "does not divide"]),
+        (["--parallelism.data_parallel_replicate_degree=2"], ["data_parallel_replicate_degree", "start 2"]),
         (
             ["--training.dataset=text", "--training.dataset_path=/no/such/file"],
             ["training.dataset_path", "/no/such/file"],
