@@ -132,7 +132,10 @@ def _head(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
         shape = torch.Size((*local.shape[:-1], vocabulary))
         stride = (shape[1] * vocabulary, vocabulary, 1)
         logits = DTensor.from_local(local, mesh, (Shard(2),), run_check=False, shape=shape, stride=stride)
-        return logits if spread_logits else logits.full_tensor(grad_placements=(Replicate(),))
+        if spread_logits:
+            return logits
+        # Of parts that are not equally large torch 2.11 makes a view into padding, which a pipeline does not expect.
+        return logits.full_tensor(grad_placements=(Replicate(),)).contiguous()
 
     module.forward = forward
 
