@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.batch import Batch
 from torchtitan.loss import Loss
@@ -87,7 +88,12 @@ class WholeRunner:
     @torch.no_grad()
     def evaluate(self, batch: Batch, num_valid: float) -> Tensor:
         with self._seams.loss_context():
-            return self._forward(batch, num_valid)
+            loss = self._forward(batch, num_valid)
+        # Weights that stay gathered until a backward pass would hide whatever changes the shards meanwhile.
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return loss
 
     def _forward(self, batch: Batch, num_valid: float) -> Tensor:
         batch = self._seams.take(batch)
