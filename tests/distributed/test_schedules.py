@@ -1,11 +1,12 @@
 """The order that each schedule computes in, what it costs, and that torch still has what runs it."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from torch import nn
 
+from torchtitan.config.schema import ScheduleName
 from torchtitan.distributed.schedules import (
     SCHEDULES,
     Action,
@@ -113,6 +114,7 @@ def test_placements() -> None:
 def test_names_are_found_in_any_case() -> None:
     assert find_schedule("zbvzerobubble") == "ZBVZeroBubble"
     assert find_schedule("1f1b") == "1F1B"
+    assert set(get_args(ScheduleName)) == set(SCHEDULES), "the configuration lists them too"
     with pytest.raises(ConfigError, match="did you mean Interleaved1F1B") as refused:
         find_schedule("Interleave1F1B")
     assert refused.value.key == "parallelism.pipeline_parallel_schedule"

@@ -55,7 +55,7 @@ def _square_norm(grad: Tensor) -> Tensor:
 def sum_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Give each of ``parameters``, which all ranks of ``group`` hold alike, the sum of its gradients there; in one
     reduction."""
-    grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if not grads:
         return
     flat = torch.cat([grad.flatten() for grad in grads])
@@ -64,8 +64,9 @@ def sum_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> Non
         grad.copy_(total.view_as(grad))
 
 
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def clip_by_norm(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -73,4 +74,4 @@ def clip_by_norm(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) ->
     if max_norm == 0:
         return
     grads = [p.grad for p in parameters if p.grad is not None]
-    torch._foreach_mul_([_local(grad) for grad in grads], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    torch._foreach_mul_([local_part(grad) for grad in grads], (max_norm / (norm + 1e-6)).clamp(max=1.0))

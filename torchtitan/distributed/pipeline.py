@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.data.batch import Batch
+from torchtitan.distributed.gradients import local_part
 from torchtitan.distributed.runner import Seams
 from torchtitan.distributed.schedules import build_stage, evaluation_schedule, training_schedule
 from torchtitan.distributed.stages import PipelinePlan
@@ -42,8 +42,8 @@ class PipelineRunner:
     """Runs the stages of one rank together with its pipeline peers, all of which call the same methods at once.
 
     ``parts`` are the stages of this rank as ``plan`` places them. A batch passes as micro-batches of
-    ``micro_batch_size`` rows. ``tied`` maps the second name of a weight that the first and
-    the last stage use to its first: each has a copy of its own, kept equal by giving both the sum of their gradients.
+    ``micro_batch_size`` rows. ``tied`` maps the second name of a weight that the first and the last stage use to its
+    first: each has a copy of its own, kept equal by giving both the sum of their gradients.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class PipelineRunner:
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
-                _local(parameter.grad).add_(_local(gradient))
+                local_part(parameter.grad).add_(local_part(gradient))
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
 
     def _build(self, rows: int, train: bool) -> Any:
@@ -143,7 +143,7 @@ class _Tie:
 
     def add_gradients(self) -> None:
         """Give every copy the sum of all gradients; the same bits everywhere, since a + b = b + a."""
-        gradients = [_local(copy.grad) for copy in self._copies if copy.grad is not None]
+        gradients = [local_part(copy.grad) for copy in self._copies if copy.grad is not None]
         if self._peer is not None:
             (mine,) = gradients
             theirs = torch.empty_like(mine, memory_format=torch.contiguous_format)
@@ -158,7 +158,3 @@ class _Tie:
         elif gradients:
             first, second = gradients
             first.copy_(second.add_(first))
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

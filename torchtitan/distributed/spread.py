@@ -54,15 +54,14 @@ def plan_spread(
     method, head_tail = keys.context_parallel_method, keys.context_parallel_load_balancer == "headtail"
     if degrees.tensor > 1:
         check_tensor(degrees, divisible, seq_len, args.vocab_size)
-    if degrees.context > 1:
-        check_context(
-            degrees,
-            method=method,
-            head_tail=head_tail,
-            seq_len=seq_len,
-            heads=divisible.heads,
-            kv_heads=divisible.kv_heads,
-        )
+    check_context(
+        degrees,
+        method=method,
+        head_tail=head_tail,
+        seq_len=seq_len,
+        heads=divisible.heads,
+        kv_heads=divisible.kv_heads,
+    )
     pipeline = _plan_pipeline(keys, spec, args, local_batch_size) if degrees.pipeline > 1 else None
     return Spread(
         degrees=degrees,
@@ -76,23 +75,29 @@ def plan_spread(
     )
 
 
+_BESIDE = {
+    "pipeline_parallel_first_stage_less_layers": "module_fqns_per_model_part",
+    "pipeline_parallel_last_stage_less_layers": "module_fqns_per_model_part",
+    "pipeline_parallel_schedule": "pipeline_parallel_schedule_csv",
+}
+"""Keys that say nothing where another is given."""
+
+
 def _note_unused(keys: Parallelism) -> None:
     """Say which keys change nothing, since their axis has one rank, or another key stands above them."""
-    chosen = {name for name, value in keys if value != Parallelism.model_fields[name].default}
-    above = {"module_fqns_per_model_part": "less_layers", "pipeline_parallel_schedule_csv": "parallel_schedule"}
+    chosen = [name for name, value in keys if value != Parallelism.model_fields[name].default]
     for name in sorted(chosen):
-        axis = "pipeline" if name.startswith(("pipeline", "module_fqns")) else name.partition("_")[0]
+        axis = {"module": "pipeline", "disable": "tensor"}.get(prefix := name.partition("_")[0], prefix)
         degree = f"{axis}_parallel_degree"
-        if axis in ("pipeline", "context") and getattr(keys, degree) == 1:
-            logger.warning(f"parallelism.{name} changes nothing while parallelism.{degree} is 1")
-            continue
-        if name == "disable_loss_parallel" and keys.tensor_parallel_degree == 1:
-            logger.warning(f"parallelism.{name} changes nothing while parallelism.tensor_parallel_degree is 1")
-        if name == "context_parallel_load_balancer" and keys.context_parallel_method == "ulysses":
-            logger.warning(f"parallelism.{name} changes nothing beside parallelism.context_parallel_method=ulysses")
-        for other in chosen & set(above):
-            if name.endswith(above[other]):
-                logger.warning(f"parallelism.{name} changes nothing beside parallelism.{other}")
+        why = None
+        if axis in ("pipeline", "context", "tensor") and getattr(keys, degree) == 1:
+            why = f"while parallelism.{degree} is 1"
+        elif name == "context_parallel_load_balancer" and keys.context_parallel_method == "ulysses":
+            why = "beside parallelism.context_parallel_method=ulysses"
+        elif _BESIDE.get(name) in chosen:
+            why = f"beside parallelism.{_BESIDE[name]}"
+        if why is not None:
+            logger.warning(f"parallelism.{name} changes nothing {why}")
 
 
 def micro_batches(spread: Spread, global_batch_size: int, local_batch_size: int) -> int:

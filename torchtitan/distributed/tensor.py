@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtitan.distributed.collectives import gather_dim, scatter_dim
-from torchtitan.distributed.gradients import sum_gradients
+from torchtitan.distributed.gradients import local_part, sum_gradients
 from torchtitan.loss import Loss
 from torchtitan.models.spec import Role
 
@@ -72,16 +72,12 @@ class _OnLocalParts:
         twin = self._twin
         twin.training = self._module.training
         for name, parameter in self._module._parameters.items():
-            twin._parameters[name] = None if name == self._without else _local(parameter)  # type: ignore[assignment]
+            held = parameter is not None and name != self._without
+            twin._parameters[name] = local_part(parameter) if held else None  # type: ignore[arg-type, assignment]
         try:
             return type(twin).forward(twin, *inputs)
         finally:
             twin._parameters.clear()
-
-
-def _local(tensor: Tensor | None) -> Tensor | None:
-    """This rank's part of ``tensor``."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _gather(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
@@ -101,8 +97,8 @@ def _row(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
 
     def forward(x: Tensor) -> Tensor:
         out = scatter_dim(compute(x), TOKENS, group)
-        bias = _local(module._parameters.get("bias"))
-        return out if bias is None else out + bias
+        bias = module._parameters.get("bias")
+        return out if bias is None else out + local_part(bias)
 
     module.forward = forward
 

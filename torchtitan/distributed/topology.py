@@ -137,7 +137,7 @@ def build_topology(degrees: Degrees, world: World) -> Topology:
         degrees=degrees,
         fsdp=mesh[("replicate", "shard")] if degrees.replicate > 1 else mesh["shard"],
         tensor=mesh["tensor"] if degrees.tensor > 1 else None,
-        context=_context_axis(degrees, world.rank) if degrees.context > 1 else None,
+        context=Axis(_context_group(degrees), place["context"], degrees.context) if degrees.context > 1 else None,
         pipeline=Axis(mesh["pipeline"].get_group(), place["pipeline"], degrees.pipeline)
         if degrees.pipeline > 1
         else None,
@@ -153,10 +153,10 @@ def _place(degrees: Degrees, rank: int) -> dict[str, int]:
     return place
 
 
-def _context_axis(degrees: Degrees, rank: int) -> Axis:
+def _context_group(degrees: Degrees) -> dist.ProcessGroup:
     group, _ = dist.new_subgroups_by_enumeration(context_groups(degrees))
     assert group is not None
-    return Axis(group, _place(degrees, rank)["context"], degrees.context)
+    return group
 
 
 def context_groups(degrees: Degrees) -> Sequence[list[int]]:
