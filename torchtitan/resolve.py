@@ -20,7 +20,7 @@ from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
 from torchtitan.distributed.spread import Spread, micro_batches, plan_spread
 from torchtitan.errors import ConfigError
-from torchtitan.loss import LOSSES, Loss
+from torchtitan.loss.losses import LOSSES, Loss
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.observe.sinks import SINKS, check_packages
 from torchtitan.optim.optimizers import OPTIMIZERS, check_patterns

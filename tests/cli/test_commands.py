@@ -21,7 +21,7 @@ TRAIN = [sys.executable, "-m", "torchtitan.train"]
 # A part registered from outside: cross entropy that raises on one rank when the third step calls it.
 FAULTY_LOSS = """
 import os
-from torchtitan.loss import LOSSES
+from torchtitan.loss.losses import LOSSES
 
 @LOSSES.register("faulty")
 def faulty(*, at_call: int = 3, on_rank: int = 0):
@@ -302,7 +302,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     (tmp_path / "slow_parts.py").write_text(
-        "import time\nfrom torchtitan.loss import LOSSES\n"
+        "import time\nfrom torchtitan.loss.losses import LOSSES\n"
         "@LOSSES.register('slow')\ndef slow():\n    open('started', 'w').close()\n    time.sleep(100)\n"
     )
     argv = tiny_argv(tmp_path, "--job.imports=slow_parts", "--loss.name=slow")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchtitan.data.batch import IGNORE_INDEX
-from torchtitan.loss import LOSSES
+from torchtitan.loss.losses import LOSSES
 from torchtitan.models.spec import MODELS
 from torchtitan.optim.optimizers import OPTIMIZERS, parameter_groups
 from torchtitan.optim.schedules import SCHEDULES
@@ -18,7 +18,7 @@ from torchtitan.optim.schedules import SCHEDULES
 REGISTRIES = [
     "torchtitan.optim.optimizers:OPTIMIZERS",
     "torchtitan.optim.schedules:SCHEDULES",
-    "torchtitan.loss:LOSSES",
+    "torchtitan.loss.losses:LOSSES",
     "torchtitan.data.datasets:DATASETS",
     "torchtitan.data.tokenizer:TOKENIZERS",
     "torchtitan.observe.sinks:SINKS",

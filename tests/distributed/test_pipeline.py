@@ -17,7 +17,7 @@ from torchtitan.distributed.pipeline import PassOn, prune
 from torchtitan.distributed.schedules import Action
 from torchtitan.distributed.topology import Degrees, build_topology
 from torchtitan.distributed.world import World
-from torchtitan.loss import cross_entropy
+from torchtitan.loss.losses import cross_entropy
 from torchtitan.models.spec import MODELS
 
 TOLERANCE = 1e-5

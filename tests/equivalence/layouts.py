@@ -72,6 +72,11 @@ KEYS = {
     "disable_loss_parallel": "parallelism.disable_loss_parallel",
     "offloaded": "training.enable_cpu_offload",
 }
+# Large enough to be seen beside the cross entropy.
+LOSS_OPTIONS = {
+    "label_smoothing": ("--loss.smoothing=0.3",),
+    "z_loss": ("--loss.z_weight=0.05", "--loss.smoothing=0.2"),
+}
 SCHEDULES = (
     *("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"),
     *("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
@@ -95,6 +100,7 @@ class Model:
             f"--training.global_batch_size={self.rows}",
             f"--training.mixed_precision_param={self.dtype}",
             f"--loss.name={self.loss}",
+            *LOSS_OPTIONS.get(self.loss, ()),
         ]
 
     @property
@@ -181,6 +187,8 @@ def all_layouts() -> list[Layout]:
         *(Layout(keys, Model(tied=True)) for keys in tied),
         Layout({"pp": 2}, Model(tied=True, rows=24), batches=3),
         *(Layout(_axes(*axes), Model(loss="smoothed")) for axes in (("tp",), ("tp", "pp"))),
+        *(Layout(keys, Model(loss=loss)) for loss in LOSS_OPTIONS for keys in ({"tp": 4}, _axes("tp", "cp", "pp"))),
+        Layout({"tp": 2, "disable_loss_parallel": True}, Model(loss="z_loss")),
         # Sizes that the degrees do not divide.
         Layout({"pp": 2}, Model(layers=5)),
         Layout({"pp": 4}, Model(layers=7)),

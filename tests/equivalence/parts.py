@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.data.tokenizer import TOKENIZERS
-from torchtitan.loss import LOSSES, Loss
+from torchtitan.loss.losses import LOSSES, Loss
 
 
 class Residues:

@@ -17,7 +17,7 @@ from torchtitan.distributed.parallelize import parallelize
 from torchtitan.distributed.spread import Spread
 from torchtitan.distributed.topology import Degrees, build_topology
 from torchtitan.distributed.world import World
-from torchtitan.loss import LOSSES
+from torchtitan.loss.losses import LOSSES
 from torchtitan.models.layers import RopeScaling, rope_frequencies
 from torchtitan.models.llama3 import Llama3, Llama3Args
 from torchtitan.models.spec import MODELS

@@ -59,7 +59,7 @@ CHOICES = (
     Choice("tokenizer.name", "tokenizer", "torchtitan.data.tokenizer:TOKENIZERS"),
     Choice("optimizer.name", "optimizer", "torchtitan.optim.optimizers:OPTIMIZERS"),
     Choice("lr_scheduler.name", "lr_scheduler", "torchtitan.optim.schedules:SCHEDULES"),
-    Choice("loss.name", "loss", "torchtitan.loss:LOSSES"),
+    Choice("loss.name", "loss", "torchtitan.loss.losses:LOSSES"),
     Choice("training.dataset", "data.args", "torchtitan.data.datasets:DATASETS"),
 )
 

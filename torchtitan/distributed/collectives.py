@@ -50,6 +50,32 @@ def scatter_dim(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return part
 
 
+def sum_alike(value: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of ``value`` over all ranks, which all go on with alike: the gradient of what a rank adds is the one that
+    the sum has there."""
+    total: Tensor = _SumAlike.apply(value, group)
+    return total
+
+
+def max_alike(value: Tensor, group: ProcessGroup) -> Tensor:
+    """The largest ``value`` of any rank, elementwise. No gradient."""
+    value = value.detach().clone()
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+    return value
+
+
+class _SumAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:
+        value = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(value, group=group)
+        return value.clone()  # see _joined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, group: ProcessGroup) -> Tensor:

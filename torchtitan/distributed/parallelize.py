@@ -18,7 +18,7 @@ from torchtitan.distributed.runner import Runner, Seams, WholeRunner, everything
 from torchtitan.distributed.spread import Spread
 from torchtitan.distributed.tensor import apply_tensor_parallel, tensor_seams
 from torchtitan.distributed.topology import Topology
-from torchtitan.loss import Loss
+from torchtitan.loss.losses import Loss
 from torchtitan.models.init import draw, find_rule
 from torchtitan.models.spec import ModelSpec
 from torchtitan.transforms import Converter
@@ -71,7 +71,7 @@ def parallelize(
         parts.append(part)
     seams = Seams(loss, take=everything if split is None else split.take)
     if tensor is not None:
-        seams = replace(seams, **tensor_seams(loss, tensor, spread_logits=spread_logits))
+        seams = replace(seams, **tensor_seams(loss, tensor, args.vocab_size, spread_logits=spread_logits))
     if pipeline is None or spread.pipeline is None:
         return WholeRunner(parts[0], seams)
     return PipelineRunner(

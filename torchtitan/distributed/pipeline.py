@@ -98,14 +98,13 @@ class PipelineRunner:
         last = len(self._plan.stages) - 1
         losses: list[Tensor] = []
         run = self._schedule.step if train else self._schedule.eval
-        with self._seams.loss_context():
-            run(
-                *([batch.tokens] if 0 in local else []),
-                target=batch.labels if last in local else None,
-                losses=losses if last in local else None,
-                return_outputs=False,
-                positions=batch.positions,
-            )
+        run(
+            *([batch.tokens] if 0 in local else []),
+            target=batch.labels if last in local else None,
+            losses=losses if last in local else None,
+            return_outputs=False,
+            positions=batch.positions,
+        )
         for parameter, gradient in kept:
             if parameter.grad is None:
                 parameter.grad = gradient

@@ -4,16 +4,15 @@ Stages of a model are run in ``pipeline.py``; how a model is spread is in ``para
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.batch import Batch
-from torchtitan.loss import Loss
+from torchtitan.loss.losses import Loss
 
 
 class Runner(Protocol):
@@ -55,13 +54,11 @@ def nothing(parameters: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Seams:
-    """Where the axes reach into a run: ``take`` gives this rank's part of a batch, ``loss`` is summed over its labels
-    under ``loss_context``, which is held around the backward pass too, and ``complete_gradients`` is called with all
-    parameters after the last backward pass of a step."""
+    """Where the axes reach into a run: ``take`` gives this rank's part of a batch, ``loss`` is summed over its labels,
+    and ``complete_gradients`` is called with all parameters after the last backward pass of a step."""
 
     loss: Loss
     take: Callable[[Batch], Batch] = everything
-    loss_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     complete_gradients: Callable[[Sequence[Tensor]], None] = nothing
 
 
@@ -77,18 +74,16 @@ class WholeRunner:
 
     def forward_backward(self, batches: Sequence[Batch], num_valid: float) -> Tensor:
         losses = []
-        with self._seams.loss_context():
-            for batch in batches:
-                loss = self._forward(batch, num_valid)
-                loss.backward()
-                losses.append(loss.detach())
+        for batch in batches:
+            loss = self._forward(batch, num_valid)
+            loss.backward()
+            losses.append(loss.detach())
         self._seams.complete_gradients([parameter for _, parameter in self.named_parameters])
         return torch.stack(losses).sum()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, num_valid: float) -> Tensor:
-        with self._seams.loss_context():
-            loss = self._forward(batch, num_valid)
+        loss = self._forward(batch, num_valid)
         # Weights that stay gathered until a backward pass would hide whatever changes the shards meanwhile.
         for module in self._model.modules():
             if isinstance(module, FSDPModule):

@@ -9,17 +9,17 @@ family, in ``models/``.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import loss_parallel
 
-from torchtitan.distributed.collectives import gather_dim, scatter_dim
+from torchtitan.distributed.collectives import gather_dim, max_alike, scatter_dim, sum_alike
 from torchtitan.distributed.gradients import local_part, sum_gradients
-from torchtitan.loss import Loss
+from torchtitan.loss.losses import Loss, VocabularyPart
 from torchtitan.models.spec import Role
 
 TOKENS = 1
@@ -36,8 +36,8 @@ def apply_tensor_parallel(
 ) -> None:
     """Spread the parameters of ``model`` (or of a part of one) over ``mesh`` in place, as their modules' roles say.
 
-    The logits come out as a DTensor whose vocabulary is spread, or whole on every rank where ``spread_logits`` is
-    false. LookupError if a module with parameters has no role.
+    The logits that come out are those of this rank's part of the vocabulary, or where ``spread_logits`` is false, whole
+    on every rank. LookupError if a module with parameters has no role.
     """
     for name, role in list(roles_of(model, roles)):
         module = model.get_submodule(name)
@@ -107,9 +107,7 @@ def _embedding(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None
     """A rank looks up the tokens of its part of the vocabulary; all others are zeros there."""
     group, compute = mesh.get_group(), _OnLocalParts(module)
     vocabulary, _ = module.get_parameter("weight").shape
-    rows = -(-vocabulary // mesh.size())  # as Shard cuts
-    first = mesh.get_local_rank() * rows
-    last = min(first + rows, vocabulary)
+    first, last = _own_rows(vocabulary, mesh)
 
     def forward(tokens: Tensor) -> Tensor:
         elsewhere = (tokens < first) | (tokens >= last)
@@ -119,17 +117,24 @@ def _embedding(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None
     module.forward = forward
 
 
+def _own_rows(rows: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """The first of the ``rows`` of a table that this rank holds, and the one after its last; as Shard cuts."""
+    each = -(-rows // mesh.size())
+    first = mesh.get_local_rank() * each
+    return first, min(first + each, rows)
+
+
 def _head(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
     group, compute = mesh.get_group(), _OnLocalParts(module)
     vocabulary, _ = module.get_parameter("weight").shape
 
     def forward(x: Tensor) -> Tensor:
         local = compute(gather_dim(x, TOKENS, group))
+        if spread_logits:
+            return local
         shape = torch.Size((*local.shape[:-1], vocabulary))
         stride = (shape[1] * vocabulary, vocabulary, 1)
         logits = DTensor.from_local(local, mesh, (Shard(2),), run_check=False, shape=shape, stride=stride)
-        if spread_logits:
-            return logits
         # Of parts that are not equally large torch 2.11 makes a view into padding, which a pipeline does not expect.
         return logits.full_tensor(grad_placements=(Replicate(),)).contiguous()
 
@@ -165,19 +170,17 @@ def _matches(name: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
-def tensor_seams(loss: Loss, mesh: DeviceMesh, *, spread_logits: bool) -> dict[str, Any]:
-    """What ``mesh`` asks of a run of the model, as fields of ``Seams``: ``loss`` for logits whose vocabulary is spread,
+def tensor_seams(loss: Loss, mesh: DeviceMesh, vocab_size: int, *, spread_logits: bool) -> dict[str, Any]:
+    """What ``mesh`` asks of a run of the model, as fields of ``Seams``: ``loss`` of logits of a part of the vocabulary,
     and the gradients of parameters that are whole on every rank."""
-
-    def on_spread_logits(logits: Tensor, labels: Tensor) -> Tensor:
-        value = loss(logits, DTensor.from_local(labels, mesh, (Replicate(),), run_check=False))
-        return value.full_tensor() if isinstance(value, DTensor) else value
+    group = mesh.get_group()
+    first, _ = _own_rows(vocab_size, mesh)
+    part = VocabularyPart(first, vocab_size, sum=partial(sum_alike, group=group), max=partial(max_alike, group=group))
 
     def complete_gradients(parameters: Sequence[Tensor]) -> None:
         # Each rank saw some of the tokens that went through them, or some of the heads.
         whole = [p for p in parameters if isinstance(p, DTensor) and p.placements[-1].is_replicate()]
-        sum_gradients(whole, mesh.get_group())
+        sum_gradients(whole, group)
 
     seams: dict[str, Any] = {"complete_gradients": complete_gradients}
-    # Under torch's context cross entropy never gathers spread logits.
-    return seams | ({"loss": on_spread_logits, "loss_context": loss_parallel} if spread_logits else {})
+    return seams | ({"loss": partial(loss, part=part)} if spread_logits else {})
