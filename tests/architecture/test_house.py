@@ -176,7 +176,7 @@ def test_public_names_exist() -> None:
         ("torchtitan.data.tokenizer", "TOKENIZERS"),
         ("torchtitan.optim.optimizers", "OPTIMIZERS"),
         ("torchtitan.optim.schedules", "SCHEDULES"),
-        ("torchtitan.loss", "LOSSES"),
+        ("torchtitan.loss.losses", "LOSSES"),
         ("torchtitan.transforms", "CONVERTERS"),
         ("torchtitan.observe.sinks", "SINKS"),
         ("torchtitan.trainer", "Trainer"),
