@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, with a hard time limit, and hands back what each returned.
+"""Runs a function on several gloo ranks, or a command, with a hard time limit, after which nothing of it is left.
 
 The ranks are forked from a server process that has torch imported, so that a launch costs a fraction of a second.
 """
@@ -8,10 +8,11 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -82,3 +83,36 @@ def _rank(target: Callable[..., Any], rank: int, ranks: int, folder: Path, args:
     except BaseException:
         (folder / f"error-{rank}").write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
         os._exit(1)
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A running command, with the options of Popen; whatever of it runs at the end is killed with all it started."""
+    process = subprocess.Popen(command, text=True, **options)
+    try:
+        yield process
+    finally:
+        for pid in _with_descendants(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_command(command: Sequence[str], *, timeout: float = 120.0, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The ended command, with what it printed."""
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+        output, errors = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of what ``pid`` has started and still runs."""
+    children = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += [int(child) for child in path.read_text().split()]
+    return sorted(children)
+
+
+def _with_descendants(pid: int) -> list[int]:
+    return [pid, *(inner for child in children_of(pid) for inner in _with_descendants(child))]

@@ -70,7 +70,7 @@ def train(config: JobConfig) -> int:
 def run(job: Job, folder: Path, started: float) -> int:
     """Train ``job``, leaving in ``folder`` how it ended; returns the exit code."""
     from torchtitan.distributed.world import init_world, set_determinism
-    from torchtitan.trainer import Trainer
+    from torchtitan.trainers import TRAINERS
 
     config, debug = job.config, job.config.debug
     trainer = None
@@ -80,7 +80,8 @@ def run(job: Job, folder: Path, started: float) -> int:
                 End.forget(folder)
             world.barrier()
             set_determinism(debug.seed, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only)
-            trainer = Trainer(job, world)
+            keys = config.trainer
+            trainer = TRAINERS.bind(keys.name, keys.model_extra or {}, key="trainer")(job, world)
             # Only what has loaded is what the folder holds from now on.
             if world.rank == 0:
                 write_config(folder, config)

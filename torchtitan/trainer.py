@@ -101,7 +101,17 @@ class Trainer:
         self.metrics: Metrics | None = None
 
     def train_step(self, batches: Sequence[Batch], num_valid: float) -> tuple[Tensor, Tensor]:
-        """One update from this rank's ``batches``; returns its share of the loss, and the global gradient norm."""
+        """One update from this rank's ``batches``; returns its share of the loss, and the global gradient norm.
+
+        ``num_valid`` counts the valid labels of the whole global batch.
+        """
+        loss, norm = self.gradients(batches, num_valid)
+        self.update(norm)
+        return loss, norm
+
+    def gradients(self, batches: Sequence[Batch], num_valid: float) -> tuple[Tensor, Tensor]:
+        """Leave new gradients in the parameters; returns what ``train_step`` returns. NonFiniteError if they are not
+        finite."""
         self.optimizer.zero_grad()
         loss = self.runner.forward_backward([batch.to(self.world.device) for batch in batches], num_valid)
         pipeline = self.topology.pipeline
@@ -113,12 +123,15 @@ class Trainer:
                 f"the gradient norm of step {self.state.step + 1} is {norm.item()}; "
                 "the weights are those of the step before"
             )
+        return loss, norm
+
+    def update(self, norm: Tensor) -> None:
+        """Change the parameters by their gradients, whose global norm is ``norm``: clip, set the rates, step."""
         clip_by_norm(self.parameters, norm, self.job.config.training.max_norm)
         self.state.step += 1
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * self.job.schedule(self.state.step - self.schedule_start.after_step)
         self.optimizer.step()
-        return loss, norm
 
     def run(self, stop: StopRequest) -> bool:
         """Train to the last step (True), or until any rank is asked to stop (False); then save."""

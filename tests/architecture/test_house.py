@@ -20,6 +20,7 @@ FLOORS = [
     {"checkpoint", "observe", "resilience"},
     {"resolve", "state"},
     {"trainer"},
+    {"trainers"},
     {"train"},
     {"launch"},
 ]
@@ -177,6 +178,7 @@ def test_public_names_exist() -> None:
         ("torchtitan.optim.optimizers", "OPTIMIZERS"),
         ("torchtitan.optim.schedules", "SCHEDULES"),
         ("torchtitan.loss.losses", "LOSSES"),
+        ("torchtitan.trainers", "TRAINERS"),
         ("torchtitan.transforms", "CONVERTERS"),
         ("torchtitan.observe.sinks", "SINKS"),
         ("torchtitan.trainer", "Trainer"),

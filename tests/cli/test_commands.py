@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import CHECKOUT
+from tests.launch import children_of, run_command, started
 from tests.runs import metrics, tiny_argv
 from torchtitan.log import logger
 from torchtitan.train import main as train_main
@@ -38,8 +39,7 @@ def faulty(*, at_call: int = 3, on_rank: int = 0):
 
 
 def run(command: list[str], *, timeout: float = 120.0, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=CHECKOUT, env=env)
+    return run_command(command, timeout=timeout, cwd=CHECKOUT, env={**os.environ, **environment})
 
 
 def launch(argv: list[str], ranks: int, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -208,13 +208,12 @@ def test_a_signal_ends_the_step_saves_and_exits_75(tmp_path: Path, number: signa
     argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable", "--checkpoint.interval=100000")
     workers = ["--training.dataloader.num_workers=1"]
     environment = {**os.environ, **_on_path({"NGPU": str(ranks)})}
-    with subprocess.Popen(
+    with started(
         ["./run_train.sh", *argv, *workers],
         cwd=CHECKOUT,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
     ) as process:
         wait_for_step(tmp_path / "run", 3)
         process.send_signal(number)
@@ -226,28 +225,21 @@ def test_a_signal_ends_the_step_saves_and_exits_75(tmp_path: Path, number: signa
     assert metrics(tmp_path / "run")[-1]["step"] == left["step"]
 
 
-def workers_of(launcher: int) -> list[int]:
-    """Process ids of the ranks that a launcher started."""
-    children = [path.read_text().split() for path in Path(f"/proc/{launcher}/task").glob("*/children")]
-    return sorted(int(pid) for pids in children for pid in pids)
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, 1)], ids=["TERM", "KILL"])
 def test_what_happens_to_one_rank_happens_to_all(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """Of four that hold two stages, each spread over two."""
     layout = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
     run = ["--training.steps=100000", "--checkpoint.enable", "--training.dataloader.num_workers=1"]
     environment = {**os.environ, **_on_path({"NGPU": "4"})}
-    with subprocess.Popen(
+    with started(
         ["./run_train.sh", *tiny_argv(tmp_path, *run, *layout)],
         cwd=CHECKOUT,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
     ) as process:
         wait_for_step(tmp_path / "run", 3)
-        workers = workers_of(process.pid)
+        workers = children_of(process.pid)
         assert len(workers) == 4
         os.kill(workers[3], number)
         output, _ = process.communicate(timeout=60)
@@ -286,7 +278,7 @@ def test_the_time_limit_ends_the_run_like_a_signal(tmp_path: Path) -> None:
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     argv = tiny_argv(tmp_path, "--training.steps=100000")
     environment = {**os.environ, **_on_path({"NGPU": "1"})}
-    with subprocess.Popen(
+    with started(
         ["./run_train.sh", *argv], cwd=CHECKOUT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as first:
         wait_for_step(tmp_path / "run", 3)
@@ -307,7 +299,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     )
     argv = tiny_argv(tmp_path, "--job.imports=slow_parts", "--loss.name=slow")
     environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{tmp_path}"}
-    with subprocess.Popen([*TRAIN, *argv], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as process:
+    with started([*TRAIN, *argv], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "started").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -319,12 +311,12 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     argv = tiny_argv(tmp_path, "--training.steps=100000")
     environment = {**os.environ, **_on_path({"NGPU": "2"})}
-    process = subprocess.Popen(
+    with started(
         ["./run_train.sh", *argv], cwd=CHECKOUT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    wait_for_step(tmp_path / "run", 3)
-    process.kill()
-    process.wait()
+    ) as process:
+        wait_for_step(tmp_path / "run", 3)
+        process.kill()
+        process.wait()
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and not (tmp_path / "run" / "end.json").exists():
         time.sleep(0.1)

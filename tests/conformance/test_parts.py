@@ -19,6 +19,7 @@ REGISTRIES = [
     "torchtitan.optim.optimizers:OPTIMIZERS",
     "torchtitan.optim.schedules:SCHEDULES",
     "torchtitan.loss.losses:LOSSES",
+    "torchtitan.trainers:TRAINERS",
     "torchtitan.data.datasets:DATASETS",
     "torchtitan.data.tokenizer:TOKENIZERS",
     "torchtitan.observe.sinks:SINKS",

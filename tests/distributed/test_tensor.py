@@ -160,3 +160,17 @@ def test_what_does_not_divide_is_refused(
 
 def test_what_divides_passes() -> None:
     check_tensor(Degrees(shard=1, tensor=4, context=2), Divisible(8, 4, 12), 16, 101)
+
+
+def refusal(world: World) -> str:
+    model = Biased()
+    model.inner.up.forward = lambda x: x  # type: ignore[method-assign]
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tensor",))
+    with pytest.raises(ConfigError) as raised:
+        apply_tensor_parallel(model, ROLES, {}, mesh, spread_logits=True)
+    return f"{raised.value.key}: {raised.value.problem}"
+
+
+def test_a_forward_that_would_be_lost_is_refused() -> None:
+    (told,) = run_ranks(refusal, 1)
+    assert told.startswith("model.converters: gave module inner.up another forward")

@@ -60,6 +60,7 @@ CHOICES = (
     Choice("optimizer.name", "optimizer", "torchtitan.optim.optimizers:OPTIMIZERS"),
     Choice("lr_scheduler.name", "lr_scheduler", "torchtitan.optim.schedules:SCHEDULES"),
     Choice("loss.name", "loss", "torchtitan.loss.losses:LOSSES"),
+    Choice("trainer.name", "trainer", "torchtitan.trainers:TRAINERS"),
     Choice("training.dataset", "data.args", "torchtitan.data.datasets:DATASETS"),
 )
 

@@ -116,6 +116,12 @@ class Loss(OpenSection):
     name: str = key("cross_entropy", "loss, summed over the valid tokens and divided by their number")
 
 
+class Trainer(OpenSection):
+    """What a step is"""
+
+    name: str = key("default", "trainer; default: one update by the gradients of the batch")
+
+
 class DataLoader(Section):
     """The processes that prepare batches"""
 
@@ -231,6 +237,7 @@ class JobConfig(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = Field(default_factory=LRScheduler)
     loss: Loss = Field(default_factory=Loss)
+    trainer: Trainer = Field(default_factory=Trainer)
     training: Training = Field(default_factory=Training)
     data: Data = Field(default_factory=Data)
     parallelism: Parallelism = Field(default_factory=Parallelism)

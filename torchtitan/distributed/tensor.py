@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from torchtitan.distributed.collectives import gather_dim, max_alike, scatter_dim, sum_alike
 from torchtitan.distributed.gradients import local_part, sum_gradients
+from torchtitan.errors import ConfigError
 from torchtitan.loss.losses import Loss, VocabularyPart
 from torchtitan.models.spec import Role
 
@@ -41,6 +42,12 @@ def apply_tensor_parallel(
     """
     for name, role in list(roles_of(model, roles)):
         module = model.get_submodule(name)
+        if "forward" in vars(module) and role != "gather":
+            raise ConfigError(
+                "model.converters",
+                f"gave module {name} another forward, which tensor parallelism would not see; put a module of another "
+                "class in its place",
+            )
         for parameter_name, parameter in list(module.named_parameters(recurse=False)):
             spread = distribute_tensor(parameter, mesh, (_placement(role, parameter_name),))
             module.register_parameter(parameter_name, nn.Parameter(spread, requires_grad=parameter.requires_grad))

@@ -77,7 +77,7 @@ class ModelSpec:
 
     cls: Callable[[Any], nn.Module]
     args_cls: type
-    flavors: Mapping[str, Any]
+    flavors: dict[str, Any]
     layout: Layout
     init: Callable[[Any], Mapping[str, Rule]]
     flops: Callable[[Any, int], Tokenwise]
@@ -85,6 +85,14 @@ class ModelSpec:
     divisible: Callable[[Any], Divisible]
     tied: Callable[[Any], Mapping[str, str]] = field(default=lambda args: {})
     """Second name → first name of a parameter that stands in the model under two names."""
+
+    def add_flavor(self, name: str, args: Any) -> None:
+        """Offer ``args`` as a flavor of the family, from outside its file; ValueError if it cannot be one."""
+        if name in self.flavors:
+            raise ValueError(f"flavor {name!r} is taken")
+        if not isinstance(args, self.args_cls):
+            raise ValueError(f"flavor {name!r} must be {self.args_cls.__name__}, not {type(args).__name__}")
+        self.flavors[name] = args
 
     def build_meta(self, args: Any) -> nn.Module:
         """The model with shapes and no memory, ties in place."""
