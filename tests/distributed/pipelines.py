@@ -19,8 +19,9 @@ from torchtitan.distributed.stages import plan_pipeline
 from torchtitan.distributed.topology import Degrees, Topology, build_topology
 from torchtitan.distributed.world import World
 from torchtitan.loss.losses import cross_entropy
+from torchtitan.models.decoder import tied
 from torchtitan.models.init import Normal, draw
-from torchtitan.models.llama3 import Llama3, Llama3Args, tied
+from torchtitan.models.llama3 import Llama3, Llama3Args
 from torchtitan.models.spec import MODELS
 
 VOCAB = 101

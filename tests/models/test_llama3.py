@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from torchtitan.errors import ConfigError
+from torchtitan.models.decoder import flops
 from torchtitan.models.layers import RopeScaling
-from torchtitan.models.llama3 import FLAVORS, Llama3, Llama3Args, flops
+from torchtitan.models.llama3 import FLAVORS, Llama3, Llama3Args
 from torchtitan.models.spec import MODELS
 
 SMALL = Llama3Args(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=101, multiple_of=16)

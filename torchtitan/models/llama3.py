@@ -1,178 +1,32 @@
-"""The Llama 3 family: sizes, modules, initial weights, operation counts.
+"""The Llama 3 family (The Llama 3 Herd of Models, section 3.2): defaults and sizes.
 
-How it is spread, trained or stored is not here: those parts find it through its names.
+Its modules, initial weights and tables are those of ``decoder.py``.
 """
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-
-from torchtitan.errors import ConfigError, divisors
-from torchtitan.models.attention import CausalMask
-from torchtitan.models.init import Constant, Normal, Rule
-from torchtitan.models.layers import Attention, FeedForward, RopeScaling, RotaryEmbedding
-from torchtitan.models.spec import MODELS, Divisible, Layout, ModelSpec, Role, Tokenwise
-
-_POSITIVE = (
-    *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "ffn_dim", "multiple_of"),
-    *("ffn_dim_multiplier", "norm_eps", "rope_theta"),
-)
+from torchtitan.models.decoder import Decoder, DecoderArgs, decoder_spec
+from torchtitan.models.layers import RopeScaling
+from torchtitan.models.spec import MODELS
 
 
-@dataclass(frozen=True)
-class Llama3Args:
-    """Hyper-parameters. The feed-forward width is ``ffn_dim``, or else 8/3 dim times ``ffn_dim_multiplier``
-    rounded up to ``multiple_of``. ``rope_scaling_args.scaling_factor = 1`` turns the stretching off."""
+@dataclass(frozen=True, kw_only=True)
+class Llama3Args(DecoderArgs):
+    """The 8B model of Llama 3.1, but for the width of its feed-forward."""
+
+    pairs = "interleaved"
 
     dim: int = 4096
     n_layers: int = 32
     n_heads: int = 32
-    n_kv_heads: int | None = None
-    head_dim: int | None = None
     vocab_size: int = 128256
-    ffn_dim: int | None = None
-    multiple_of: int = 256
-    ffn_dim_multiplier: float | None = None
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_scaling_args: RopeScaling = RopeScaling()  # noqa: RUF009 (frozen)
-    tie_word_embeddings: bool = False
-    init_std: float = 0.02
-
-    def __post_init__(self) -> None:
-        for name in (*_POSITIVE, "init_std"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not math.isfinite(value) or value < 0 or (value == 0 and name in _POSITIVE):
-                raise ConfigError(
-                    f"model.args.{name}", "must be above 0" if name in _POSITIVE else "must be at least 0"
-                )
-        if self.n_heads % self.kv_heads:
-            raise ConfigError(
-                "model.args.n_kv_heads",
-                f"{self.kv_heads} does not divide n_heads={self.n_heads}; try {divisors(self.n_heads)}",
-            )
-        if self.head_dim is None and self.dim % self.n_heads:
-            raise ConfigError(
-                "model.args.n_heads",
-                f"{self.n_heads} does not divide dim={self.dim}; try {divisors(self.dim)}, or set model.args.head_dim",
-            )
-        if self.attention_dim < 2 or self.attention_dim % 2:
-            raise ConfigError(
-                "model.args.head_dim",
-                f"{self.attention_dim} is not even, and rotary positions turn pairs of dimensions",
-            )
-
-    @property
-    def kv_heads(self) -> int:
-        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
-
-    @property
-    def attention_dim(self) -> int:
-        """Size of one head."""
-        return self.dim // self.n_heads if self.head_dim is None else self.head_dim
-
-    @property
-    def hidden_dim(self) -> int:
-        """Width of the feed-forward layer."""
-        if self.ffn_dim is not None:
-            return self.ffn_dim
-        width = int(2 * 4 * self.dim / 3)
-        if self.ffn_dim_multiplier is not None:
-            width = int(self.ffn_dim_multiplier * width)
-        return -(-width // self.multiple_of) * self.multiple_of
 
 
-class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream ``[batch, seq, dim]``."""
-
-    def __init__(self, args: Llama3Args) -> None:
-        super().__init__()
-        self.attention = Attention(args.dim, args.n_heads, args.kv_heads, args.attention_dim)
-        self.feed_forward = FeedForward(args.dim, args.hidden_dim)
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, allowed: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, allowed)
-        return x + self.feed_forward(self.ffn_norm(x))
-
-
-class Llama3(nn.Module):
-    """Decoder-only transformer (The Llama 3 Herd of Models, section 3.2).
-
-    Tokens and positions ``[batch, seq]`` → logits ``[batch, seq, vocab]``.
-    """
-
-    def __init__(self, args: Llama3Args) -> None:
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.rope = RotaryEmbedding(args.attention_dim, args.rope_theta, args.rope_scaling_args)
-        self.mask = CausalMask()
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
-        if args.tie_word_embeddings:
-            self.output.weight = self.tok_embeddings.weight
-
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.rope(positions)
-        allowed = self.mask(positions)
-        x = self.tok_embeddings(tokens)
-        for layer in self.layers.values():
-            x = layer(x, cos, sin, allowed)
-        return self.output(self.norm(x))
-
-
-def init_rules(args: Llama3Args) -> Mapping[str, Rule]:
-    """Projections back into the residual stream start smaller the deeper they stand, the head at 1 / sqrt(dim)."""
-    head = Normal(args.dim**-0.5, cut=3.0)
-    rules: dict[str, Rule] = {
-        "tok_embeddings.weight": head if args.tie_word_embeddings else Normal(1.0),
-        "output.weight": head,
-        "*norm.weight": Constant(1.0),
-        "layers.*.attention.w[qkv].weight": Normal(args.init_std),
-        "layers.*.feed_forward.w1.weight": Normal(args.init_std),
-    }
-    for i in range(args.n_layers):
-        scaled = Normal(args.init_std / (2 * (i + 1)) ** 0.5)
-        for name in ("attention.wo", "feed_forward.w2", "feed_forward.w3"):
-            rules[f"layers.{i}.{name}.weight"] = scaled
-    return rules
-
-
-def flops(args: Llama3Args, seq_len: int) -> Tokenwise:
-    """Six operations per weight of a matrix product and token, and the two products of attention."""
-    query, key_value = args.n_heads * args.attention_dim, args.kv_heads * args.attention_dim
-    block = args.dim * (2 * query + 2 * key_value) + 3 * args.dim * args.hidden_dim + 2 * args.dim
-    weights = args.n_layers * block + args.dim + args.dim * args.vocab_size
-    return Tokenwise(weights=6.0 * weights, attention=6.0 * args.n_layers * 2 * query * seq_len)
-
-
-def tied(args: Llama3Args) -> Mapping[str, str]:
-    return {"output.weight": "tok_embeddings.weight"} if args.tie_word_embeddings else {}
-
-
-ROLES: Mapping[str, Role] = {
-    "tok_embeddings": "embedding",
-    "layers.*.attention_norm": "norm",
-    "layers.*.attention": "gather",
-    "layers.*.attention.w[qkv]": "column",
-    "layers.*.attention.wo": "row",
-    "layers.*.ffn_norm": "norm",
-    "layers.*.feed_forward": "gather",
-    "layers.*.feed_forward.w[13]": "column",
-    "layers.*.feed_forward.w2": "row",
-    "norm": "norm",
-    "output": "head",
-}
-
-
-def divisible(args: Llama3Args) -> Divisible:
-    return Divisible(heads=args.n_heads, kv_heads=args.kv_heads, hidden=args.hidden_dim)
+class Llama3(Decoder):
+    """Rotary frequencies are stretched, heads of keys and values are shared (Llama 3.1)."""
 
 
 _LLAMA_32 = RopeScaling(scaling_factor=32.0)
@@ -202,17 +56,4 @@ FLAVORS = {
     "405B": Llama3Args(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_dim_multiplier=1.2, multiple_of=4096),
 }
 
-MODELS.register(
-    "llama3",
-    ModelSpec(
-        cls=Llama3,
-        args_cls=Llama3Args,
-        flavors=FLAVORS,
-        layout=Layout(stem=("tok_embeddings",), blocks="layers", head=("norm", "output")),
-        init=init_rules,
-        flops=flops,
-        roles=ROLES,
-        divisible=divisible,
-        tied=tied,
-    ),
-)
+MODELS.register("llama3", decoder_spec(Llama3, Llama3Args, FLAVORS))
