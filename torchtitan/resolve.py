@@ -5,13 +5,12 @@ Nothing is built here that computes or writes; the trainer builds from what stan
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.checkpoint.storage import CheckpointError, Manifest, StepFolders, damage, find_step
@@ -23,7 +22,7 @@ from torchtitan.errors import ConfigError
 from torchtitan.loss.losses import LOSSES, Loss
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.observe.sinks import SINKS, check_packages
-from torchtitan.optim.optimizers import OPTIMIZERS, check_patterns
+from torchtitan.optim.groups import OptimizerPlan, check_plan, plan_optimizer
 from torchtitan.optim.schedules import SCHEDULES, Schedule
 from torchtitan.registry import unknown_name
 from torchtitan.resilience.folder import check_folder
@@ -44,7 +43,7 @@ class Job:
     eos_id: int | None
     loss: Loss
     converters: list[Converter]
-    optimizer: Callable[..., torch.optim.Optimizer]
+    optimizer: OptimizerPlan
     schedule: Schedule
     sinks: Mapping[str, partial[Any]]
 
@@ -82,9 +81,14 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         training.dataset_path, on_bad_record=data.on_bad_record
     )
 
-    optimizer = _bound(OPTIMIZERS, config.optimizer, "optimizer")
-    if patterns := config.optimizer.weight_decay_exclude:
-        check_patterns([name for name, _ in spec.build_meta(args).named_parameters()], patterns)
+    optimizer = plan_optimizer(
+        config.optimizer.name,
+        config.optimizer.model_extra or {},
+        lr=config.optimizer.lr,
+        weight_decay_exclude=config.optimizer.weight_decay_exclude,
+        groups=config.optimizer.groups,
+    )
+    check_plan(optimizer, {name: parameter.shape for name, parameter in spec.build_meta(args).named_parameters()})
     return Job(
         config=config,
         spread=spread,

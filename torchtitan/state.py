@@ -71,17 +71,28 @@ class ModelFacts:
 
 
 @dataclass
-class OptimizerFacts(_Numbers):
-    """Whose states the checkpoint holds."""
+class OptimizerFacts:
+    """Whose states the checkpoint holds: ``name`` is the optimizer of every parameter but those that ``by_parameter``
+    gives to another."""
 
     name: str
+    by_parameter: Mapping[str, str]
+
+    def state_dict(self) -> dict[str, Any]:
+        others = {parameter: name for parameter, name in self.by_parameter.items() if name != self.name}
+        return {"name": self.name, "others": others}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["name"] != self.name:
+        others = state.get("others", {})  # older checkpoints know of one optimizer only
+        for parameter, name in self.by_parameter.items():
+            was = others.get(parameter, state["name"])
+            if was == name:
+                continue
+            anew = 'to start the optimizer anew, set checkpoint.exclude_from_loading = ["optimizer"]'
+            if not others and set(self.by_parameter.values()) == {self.name}:
+                raise ConfigError("optimizer.name", f"the checkpoint holds the states of {was}; {anew}")
             raise ConfigError(
-                "optimizer.name",
-                f"the checkpoint holds the states of {state['name']}; to start the optimizer anew, set "
-                'checkpoint.exclude_from_loading = ["optimizer"]',
+                "optimizer.groups", f"the checkpoint holds {was}'s state of {parameter}, which is {name}'s now; {anew}"
             )
 
 

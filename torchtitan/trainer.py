@@ -31,7 +31,6 @@ from torchtitan.log import logger
 from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_flops
 from torchtitan.observe.metrics import Metrics, StepStats
 from torchtitan.observe.sinks import RunFiles, build_sinks
-from torchtitan.optim.optimizers import parameter_groups
 from torchtitan.resilience.guard import GarbageCollection, StopRequest
 from torchtitan.resolve import Job
 from torchtitan.state import DataPosition, ModelFacts, OptimizerFacts, ScheduleStart, TrainState
@@ -70,13 +69,7 @@ class Trainer:
         if config.model.print_after_conversion:
             logger.info("the model after its converters:\n" + "\n".join(map(str, self.runner.parts)))
         self.parameters = [parameter for _, parameter in self.runner.named_parameters]
-        self.optimizer = job.optimizer(
-            parameter_groups(
-                self.runner.named_parameters,
-                lr=config.optimizer.lr,
-                weight_decay_exclude=config.optimizer.weight_decay_exclude,
-            )
-        )
+        self.optimizer = job.optimizer.build(self.runner.named_parameters)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
         self.state, self.schedule_start = TrainState(), ScheduleStart()
@@ -130,8 +123,12 @@ class Trainer:
         clip_by_norm(self.parameters, norm, self.job.config.training.max_norm)
         self.state.step += 1
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
-            group["lr"] = peak * self.job.schedule(self.state.step - self.schedule_start.after_step)
+            group["lr"] = peak * self._rate_factor()
         self.optimizer.step()
+
+    def _rate_factor(self) -> float:
+        """The share of their peak at which the rates of the newest step stand."""
+        return self.job.schedule(self.state.step - self.schedule_start.after_step)
 
     def run(self, stop: StopRequest) -> bool:
         """Train to the last step (True), or until any rank is asked to stop (False); then save."""
@@ -191,15 +188,16 @@ class Trainer:
     def _build_checkpointer(self) -> Checkpointer:
         config = self.job.config
         keys = config.checkpoint
+        names = [name for name, _ in self.job.spec.build_meta(self.job.args).named_parameters()]
         return Checkpointer(
             Path(config.job.dump_folder) / keys.folder,
             self.world,
             parameters=self.runner.named_parameters,
-            names=[name for name, _ in self.job.spec.build_meta(self.job.args).named_parameters()],
+            names=names,
             optimizer=self.optimizer,
             numbers={
                 "model": ModelFacts(json.loads(json.dumps(asdict(self.job.args)))),
-                "optimizer": OptimizerFacts(config.optimizer.name),
+                "optimizer": OptimizerFacts(config.optimizer.name, self.job.optimizer.optimizers(names)),
                 "train_state": self.state,
                 "dataloader": self.position,
                 "lr_scheduler": self.schedule_start,
@@ -292,7 +290,7 @@ class Trainer:
                 loss=sum(losses),
                 max_loss=max(means, default=None),
                 grad_norm=norm,
-                lr=self.optimizer.param_groups[0]["lr"],
+                lr=self.job.config.optimizer.lr * self._rate_factor(),
                 tokens_seen=self.state.tokens_seen,
                 tokens=clock.steps * self.state.global_batch_size * self.job.config.training.seq_len,
                 steps=clock.steps,

@@ -21,7 +21,7 @@ from torchtitan.loss.losses import LOSSES
 from torchtitan.models.layers import RopeScaling, rope_frequencies
 from torchtitan.models.llama3 import Llama3, Llama3Args
 from torchtitan.models.spec import MODELS
-from torchtitan.optim.optimizers import OPTIMIZERS, parameter_groups
+from torchtitan.optim.groups import plan_optimizer
 from torchtitan.optim.schedules import SCHEDULES
 
 SCALING = {"off": RopeScaling(scaling_factor=1.0), "on": RopeScaling()}
@@ -82,9 +82,8 @@ def trajectory(
     )
     (model,) = runner.parts
     put_weights(model, load_file(folder / f"weights_{case.split('_')[0]}.safetensors"))
-    optimizer = OPTIMIZERS.bind("AdamW", {"implementation": "for-loop"}, key="optimizer")(
-        parameter_groups(model.named_parameters(), lr=1e-3, weight_decay_exclude=[])
-    )
+    plan = plan_optimizer("AdamW", {"implementation": "for-loop"}, lr=1e-3, weight_decay_exclude=[], groups=[])
+    optimizer = plan.build(model.named_parameters())
     schedule = SCHEDULES.bind("warmup_stable_decay", {"warmup_steps": 2}, key="lr_scheduler")(10)
     files = load_file(folder / "batches.safetensors")
     steps = []

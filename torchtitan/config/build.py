@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from torchtitan.config.aliases import MEANINGLESS
+from torchtitan.config.groups import GROUPS, read_groups
 from torchtitan.config.nearest import begins_a_key, unknown_key
 from torchtitan.config.options import CommandLineText, Option, allowed
 from torchtitan.config.overrides import Path, without_negation
@@ -46,6 +47,8 @@ def build_config(settings: Settings, notes: list[str]) -> JobConfig:
                 raise
             settings = _without_negations(settings, choice.path(name), known)
             values |= _options(settings, choice, name, known, problems, notes)
+            if choice.key == "optimizer.name" and GROUPS in values:
+                values[GROUPS] = read_groups(values[GROUPS], choice, name, settings[GROUPS].place)
     problems.raise_first()
     config = _config(values)
     config._sources.update({".".join(path): setting.source for path, setting in settings.items()})
@@ -151,7 +154,9 @@ def _options(
         key = ".".join((*table, option_name))
         value_path = (*place, option_name)
         with problems.collect(path, setting):
-            if option_name in known:
+            if key in KEYS:  # a table where something else should stand
+                KEYS[key].read(setting.value, key=key)
+            elif option_name in known:
                 values[value_path] = known[option_name].read(setting.value, key=key)
             elif key in UNBUILT:
                 UNBUILT[key].refuse_unless_off(setting.value, key=key)

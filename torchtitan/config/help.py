@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from torchtitan import __version__
 from torchtitan.config.aliases import ALIASES, MEANINGLESS, older_spellings
+from torchtitan.config.groups import ENTRIES, GROUPS, REMARK
 from torchtitan.config.nearest import unknown_key
 from torchtitan.config.options import Option, type_text
 from torchtitan.config.parts import CHOICES, Choice, choices_in, offered, with_options
@@ -94,6 +95,12 @@ def _key_lines(key: str, option: Option, config: JobConfig) -> Iterator[str]:
     for choice in CHOICES:
         if choice.key == key:
             yield f"  known:     {', '.join(choice.registry.names()) or 'none'}"
+    if key == ".".join(GROUPS):
+        width = max(map(len, ENTRIES))
+        for name, entry in ENTRIES.items():
+            facts = type_text(entry.annotation) + (", required" if entry.required else "")
+            yield f"  {name + ':':<{width + 1}}  {entry.doc} [{facts}]"
+        yield f"  {REMARK}"
     if older := older_spellings(key):
         yield f"  formerly:  {', '.join(older)}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchtitan.config.aliases import ALIASES, MEANINGLESS
+from torchtitan.config.groups import ENTRIES, GROUPS, REMARK
 from torchtitan.config.help import default_text
 from torchtitan.config.options import type_text
 from torchtitan.config.parts import Choice, choices_in, offered
@@ -42,6 +43,8 @@ def reference() -> str:
         )
         for choice in choices_in(section):
             lines += _parts(choice)
+        if section == GROUPS[0]:
+            lines += _groups()
     lines += ["## Older spellings", "", "They still work, each with a note of the new name.", ""]
     lines += _table(("older", "today"), ((_code(old), _code(alias.key)) for old, alias in ALIASES.items()))
     lines += ["## Accepted without effect", ""]
@@ -79,6 +82,18 @@ def _parts(choice: Choice) -> Iterator[str]:
             for key, option, names in options
         ),
     )
+
+
+def _groups() -> Iterator[str]:
+    """What stands in a table of ``[[optimizer.groups]]``."""
+    yield f"### `[[{'.'.join(GROUPS)}]]`"
+    yield ""
+    yield from _table(
+        ("key", "type", "meaning"),
+        ((_code(name), _code(type_text(entry.annotation)), entry.doc) for name, entry in ENTRIES.items()),
+    )
+    yield REMARK
+    yield ""
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

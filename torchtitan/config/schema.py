@@ -101,6 +101,7 @@ class Optimizer(OpenSection):
     name: str = key("AdamW", "optimizer")
     lr: float = key(8e-4, "peak learning rate", gt=0)
     weight_decay_exclude: list[str] = key([], "patterns of parameter names without weight decay, such as *norm.weight")
+    groups: list[dict[str, Any]] = key([], "tables of parameters with a rate, options or an optimizer of their own")
 
 
 class LRScheduler(OpenSection):
@@ -252,7 +253,7 @@ class JobConfig(Section):
     def source(self, key: str) -> str:
         """Where the value of ``key`` was written: a file, "command line" or "default"; for a table maybe several."""
         inner = {source: None for name, source in self._sources.items() if f"{name}.".startswith(f"{key}.")}
-        outer = [source for name, source in self._sources.items() if key.startswith(f"{name}.")]
+        outer = [source for name, source in self._sources.items() if key.startswith((f"{name}.", f"{name}["))]
         return " and ".join(inner or outer) or "default"
 
     def value(self, key: str) -> Any:
@@ -261,8 +262,11 @@ class JobConfig(Section):
         for name, options in self.converter_args.items():
             if key.startswith(f"{name}."):
                 found, key = options, key.removeprefix(f"{name}.")
-        for part in key.split("."):
-            found = found.get(part, UNKNOWN) if isinstance(found, Mapping) else getattr(found, part, UNKNOWN)
+        for part in key.replace("[", ".[").split("."):
+            if part[:1] == "[" and isinstance(found, list):  # such as optimizer.groups[0].lr
+                found = found[int(part[1:-1])]
+            else:
+                found = found.get(part, UNKNOWN) if isinstance(found, Mapping) else getattr(found, part, UNKNOWN)
         return found
 
     def __eq__(self, other: object) -> bool:

@@ -1,21 +1,18 @@
-"""Optimizers by name, and how parameters are sorted into their groups by name.
+"""Optimizers by name, and what each may be told.
 
-Rates over time are in ``schedules.py``; gradients in ``distributed/gradients.py``.
+Which of them updates which parameters is in ``groups.py``, rates over time in ``schedules.py``.
 """
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from torchtitan.errors import ConfigError
 from torchtitan.registry import Registry
 
 if TYPE_CHECKING:  # torch costs seconds, and --help lists the options of this file
-    from torch import Tensor
     from torch.optim import Optimizer
 
 Groups = list[dict[str, Any]]
@@ -62,29 +59,31 @@ def adam(
     return Adam(groups, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, **_kernel(implementation))
 
 
+@OPTIMIZERS.register("SGD")
+def sgd(
+    groups: Groups,
+    *,
+    momentum: Annotated[float, Field(ge=0, lt=1, description="share of the last update that is kept; 0: none")] = 0.9,
+    dampening: Annotated[float, Field(ge=0, le=1, description="share of the gradient left out of the momentum")] = 0.0,
+    nesterov: Annotated[bool, Field(description="look ahead along the momentum")] = False,
+    weight_decay: Annotated[float, Field(ge=0, description="L2 penalty, added to the gradient")] = 0.1,
+    # PyTorch cannot spread its fused kernel over ranks.
+    implementation: Annotated[
+        Literal["for-loop", "foreach"], Field(description="one kernel a parameter, or one over many parameters")
+    ] = "foreach",
+) -> Optimizer:
+    """Stochastic gradient descent with momentum (Sutskever et al. 2013, section 2)."""
+    from torch.optim import SGD
+
+    return SGD(
+        groups,
+        momentum=momentum,
+        dampening=dampening,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        **_kernel(implementation),
+    )
+
+
 def _kernel(implementation: str) -> dict[str, bool]:
     return {"foreach": implementation == "foreach", "fused": implementation == "fused"}
-
-
-def parameter_groups(
-    named_parameters: Iterable[tuple[str, Tensor]], *, lr: float, weight_decay_exclude: Sequence[str]
-) -> Groups:
-    """The parameters that decay, and those whose name matches a pattern of ``weight_decay_exclude``."""
-    decayed: list[Tensor] = []
-    excluded: list[Tensor] = []
-    for name, parameter in named_parameters:
-        matches = any(fnmatch.fnmatchcase(name, pattern) for pattern in weight_decay_exclude)
-        (excluded if matches else decayed).append(parameter)
-    groups: Groups = [{"params": decayed, "lr": lr}, {"params": excluded, "lr": lr, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
-def check_patterns(names: Sequence[str], patterns: Sequence[str]) -> None:
-    """ConfigError for a pattern of ``optimizer.weight_decay_exclude`` that matches none of the model's ``names``."""
-    for pattern in sorted(patterns):
-        if not fnmatch.filter(names, pattern):
-            raise ConfigError(
-                "optimizer.weight_decay_exclude",
-                f"no parameter matches {pattern!r}; "
-                "names look like layers.0.attention.wq.weight, so try '*norm.weight'",
-            )

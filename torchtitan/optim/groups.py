@@ -1,0 +1,187 @@
+"""Which optimizer updates which parameters, and at which rate: ``[optimizer]`` and ``[[optimizer.groups]]`` by name.
+
+How a parameter is updated is in the optimizers' own files, the rate over time in ``schedules.py``.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchtitan.errors import ConfigError
+from torchtitan.optim.optimizers import OPTIMIZERS, Groups
+
+
+@dataclass(frozen=True)
+class Group:
+    """The parameters that one of ``patterns`` matches, all if None, and who updates them.
+
+    ``key`` is where the group stands in the configuration. ``excluded`` are patterns of the parameters without weight
+    decay. ``builder`` has its options, those of ``[optimizer]`` among them where the optimizer is the same.
+    """
+
+    key: str
+    patterns: Sequence[str] | None
+    optimizer: str
+    builder: partial[Optimizer]
+    lr: float
+    excluded: Sequence[str]
+
+    def matches(self, name: str) -> bool:
+        return self.patterns is None or _matches(name, self.patterns)
+
+    def settings(self, parameters: Iterable[tuple[str, Tensor]]) -> Groups:
+        """What torch takes: the parameters that decay, and those that do not."""
+        decayed: list[Tensor] = []
+        excluded: list[Tensor] = []
+        for name, parameter in parameters:
+            (excluded if _matches(name, self.excluded) else decayed).append(parameter)
+        decay = {name: value for name, value in self.builder.keywords.items() if name == "weight_decay"}
+        groups: Groups = [
+            {"params": decayed, "lr": self.lr, **decay},
+            {"params": excluded, "lr": self.lr, "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def shares_with(self, other: Group) -> bool:
+        """Whether one optimizer can do both: rate and decay are all that differs."""
+
+        def rest(group: Group) -> dict[str, Any]:
+            return {name: value for name, value in group.builder.keywords.items() if name != "weight_decay"}
+
+        return self.optimizer == other.optimizer and rest(self) == rest(other)
+
+
+class OptimizerPlan:
+    """Groups by name: a parameter belongs to the first of ``groups`` that matches it. The last one takes the rest."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = groups
+
+    def group_of(self, name: str) -> Group:
+        return next(group for group in self.groups if group.matches(name))
+
+    def optimizers(self, names: Iterable[str]) -> dict[str, str]:
+        """Parameter → name of the optimizer that updates it."""
+        return {name: self.group_of(name).optimizer for name in names}
+
+    def build(self, named_parameters: Iterable[tuple[str, Tensor]]) -> Optimizer:
+        """One optimizer over ``named_parameters``, which may be any part of the model."""
+        members: dict[str, list[tuple[str, Tensor]]] = {group.key: [] for group in self.groups}
+        for name, parameter in named_parameters:
+            members[self.group_of(name).key].append((name, parameter))
+        built: list[Optimizer] = []
+        waiting = [group for group in self.groups if members[group.key]]
+        while waiting:
+            first = waiting[0]
+            together = [group for group in waiting if group.shares_with(first)]
+            waiting = [group for group in waiting if not group.shares_with(first)]
+            built.append(first.builder([entry for group in together for entry in group.settings(members[group.key])]))
+        return built[0] if len(built) == 1 else Together(built)
+
+
+class Together(Optimizer):
+    """Several optimizers, each with parameters of its own, as one: their groups are its groups, and so are states."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self.optimizers = optimizers
+        self.state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
+            optimizer.state = self.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+
+def plan_optimizer(
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    lr: float,
+    weight_decay_exclude: Sequence[str],
+    groups: Sequence[Mapping[str, Any]],
+) -> OptimizerPlan:
+    """The plan of ``[optimizer]`` and its ``groups``; ConfigError, on the group's key, for what its optimizer does not
+    take."""
+    planned = []
+    for number, given in enumerate(groups):
+        key = f"optimizer.groups[{number}]"
+        own = {option: value for option, value in given.items() if option not in ("pattern", "lr", "name")}
+        optimizer = given.get("name", name)
+        inherited = options if optimizer == name else {}
+        patterns = given["pattern"]
+        planned.append(
+            Group(
+                key=key,
+                patterns=[patterns] if isinstance(patterns, str) else patterns,
+                optimizer=optimizer,
+                builder=OPTIMIZERS.bind(optimizer, {**inherited, **own}, key=key),
+                lr=given.get("lr", lr),
+                excluded=[] if "weight_decay" in own else weight_decay_exclude,
+            )
+        )
+    builder = OPTIMIZERS.bind(name, options, key="optimizer")
+    return OptimizerPlan([*planned, Group("optimizer", None, name, builder, lr, weight_decay_exclude)])
+
+
+def check_plan(plan: OptimizerPlan, shapes: Mapping[str, Sequence[int]]) -> None:
+    """ConfigError for a pattern that takes no parameter of the model, whose ``shapes`` are given by name, or for an
+    optimizer that does not take what it gets. Every optimizer is built once, on stand-ins of one element."""
+    *by_pattern, rest = plan.groups
+    _check_exist("optimizer.weight_decay_exclude", rest.excluded, shapes)
+    for group in by_pattern:
+        _check_exist(f"{group.key}.pattern", group.patterns or (), shapes)
+        for pattern in group.patterns or ():
+            owners = {name: plan.group_of(name).key for name in fnmatch.filter(shapes, pattern)}
+            if group.key not in owners.values():
+                name, owner = next(iter(owners.items()))
+                raise ConfigError(
+                    f"{group.key}.pattern",
+                    f"all that {pattern!r} matches, such as {name}, belongs to {owner} before it; "
+                    "the first group that matches takes a parameter, so put the narrower one first",
+                )
+    for group in plan.groups:
+        members = {name: shape for name, shape in shapes.items() if plan.group_of(name) is group}
+        if members:
+            _try(group, members)
+
+
+def _try(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:
+    stand_ins = [(name, torch.nn.Parameter(torch.zeros([1] * len(shape)))) for name, shape in shapes.items()]
+    try:
+        group.builder(group.settings(stand_ins))
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever somebody's own optimizer makes of its options
+        problem = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{group.key}.name", f"{group.optimizer} cannot be built: {problem}") from error
+
+
+def _check_exist(key: str, patterns: Sequence[str], names: Iterable[str]) -> None:
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(
+                key,
+                f"no parameter matches {pattern!r}; "
+                "names look like layers.0.attention.wq.weight, so try '*norm.weight'",
+            )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
