@@ -1,4 +1,4 @@
-"""The launcher behind run_train.sh: checks the configuration, starts torchrun here, returns the run's exit code.
+"""The launcher that run_train.sh is: checks the configuration, starts torchrun here, returns the run's exit code.
 
 Several machines are started by torchrun or a scheduler directly; nothing here trains.
 """
@@ -13,27 +13,35 @@ from pathlib import Path
 from types import FrameType
 
 from torchtitan.config import ConfigError, JobConfig, describe_error, load_config
+from torchtitan.config.presets import DEFAULT
 from torchtitan.log import init_logger, logger
+from torchtitan.platforms import check_platform, check_processes
 from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, LAUNCHER, STOPPED, End
+from torchtitan.resilience.guard import SIGNALS
 from torchtitan.train import main as train_main
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _stopped: list[int] = []
 """Signals that were passed on to the workers."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launch the command line; returns the exit code that the run wrote into its folder."""
+    """Launch the command line; returns the exit code that the run wrote into its folder.
+
+    Without a file on it, that of the environment's CONFIG_FILE, else the debug model's.
+    """
     if {"--help", "-h", "--version"} & set(argv):
         return train_main(argv)
-    for number in _FORWARDED:
+    argv = ["--job.config_file", os.environ.get("CONFIG_FILE") or DEFAULT, *argv]  # the last one counts
+    for number in SIGNALS:
         signal.signal(number, _stop)
     init_logger()
     logger.setLevel(logging.ERROR)  # what there is to note, the run notes itself
     config = None
     try:
+        check_platform()
         config = load_config(argv)
         processes = _processes()
+        check_processes(processes)
         shown = _shown_ranks(processes)
         # Imported late: a mistyped key is told in a fraction of a second.
         from torchtitan.resolve import resolve_job
@@ -42,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(describe_error(error, config), file=sys.stderr)
         return BAD_CONFIG
+    if sys.platform != "linux":  # torchrun and what forwards signals to its workers lean on /proc
+        return train_main(argv)
     return _torchrun(config, processes, shown, argv)
 
 
@@ -52,7 +62,7 @@ def _processes() -> int:
     if text is None:
         import torch
 
-        return torch.accelerator.device_count() or 1
+        return (torch.accelerator.device_count() if sys.platform == "linux" else 0) or 1
     if not text.isdecimal() or int(text) == 0:
         raise ConfigError(None, f"NGPU={text} must be a number of processes, 1 or more")
     return int(text)
@@ -87,7 +97,7 @@ def _torchrun(config: JobConfig, processes: int, shown: str, argv: Sequence[str]
     os.environ[LAUNCHER] = "1"
     # How the run ended is said below, in one line, and by the run itself.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    for number in _FORWARDED:
+    for number in SIGNALS:
         signal.signal(number, _forward)
     try:
         torchrun([word for pair in options.items() for word in pair] + ["-m", "torchtitan.train", *argv])
@@ -97,7 +107,7 @@ def _torchrun(config: JobConfig, processes: int, shown: str, argv: Sequence[str]
         # torchrun kills whoever has not ended half a minute after the first failure: a victim, not the cause.
         torn_down = end is not None and End.read(folder, since=time.time() - 25) is None
         for rank, failure in error.failures.items():
-            if failure.exitcode < 0 and -failure.exitcode not in _FORWARDED and not torn_down:
+            if failure.exitcode < 0 and -failure.exitcode not in SIGNALS and not torn_down:
                 name = signal.Signals(-failure.exitcode).name
                 hint = " (by the system, if memory ran out)" if -failure.exitcode == signal.SIGKILL else ""
                 killed = End("failed", FAILED, end.step if end else None, f"killed by {name}{hint}", rank)

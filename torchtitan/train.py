@@ -20,6 +20,7 @@ from torchtitan import __version__
 from torchtitan.checkpoint.storage import CheckpointError
 from torchtitan.config import ConfigError, JobConfig, describe_error, help_text, load_config, to_toml
 from torchtitan.log import init_logger, logger
+from torchtitan.platforms import check_platform, check_processes
 from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, LAUNCHER, STOPPED, End
 from torchtitan.resilience.folder import own_folder
 from torchtitan.resilience.guard import StopRequest, die_when_signalled
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DONE
     config = None
     try:
+        check_platform()
         config = load_config(argv)
         init_logger(color=not config.metrics.disable_color_printing)
         return train(config)
@@ -53,6 +55,7 @@ def train(config: JobConfig) -> int:
     from torchtitan.distributed.world import world_size
     from torchtitan.resolve import finished_step, resolve_job
 
+    check_processes(world_size())
     die_when_signalled()
     job = resolve_job(config, world_size())
     folder = Path(config.job.dump_folder)

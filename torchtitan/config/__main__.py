@@ -16,6 +16,7 @@ from torchtitan.config.reference import reference
 from torchtitan.config.render import to_toml
 from torchtitan.config.schema import JobConfig
 from torchtitan.errors import ConfigError
+from torchtitan.platforms import check_platform
 
 _EPILOG = """\
 print [OVERRIDES]          the resolved configuration, with the source of each value that is no default
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = list(argv[1:])
     config: JobConfig | None = None
     try:
+        check_platform()
         if command == "reference":
             if arguments:
                 raise ConfigError(None, "reference takes no arguments")

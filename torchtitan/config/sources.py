@@ -13,6 +13,7 @@ from typing import Any
 from torchtitan.config.aliases import ALIASES, DROP, MEANINGLESS
 from torchtitan.config.options import CommandLineText, Option, nearest
 from torchtitan.config.overrides import Path, without_negation
+from torchtitan.config.presets import preset_file, preset_names
 from torchtitan.config.schema import KEYS, TABLES
 from torchtitan.config.toml import parse
 from torchtitan.config.unbuilt import UNBUILT
@@ -46,18 +47,21 @@ Settings = dict[Path, Setting]
 
 
 def read_file(name: str) -> dict[str, Any]:
-    """The tables of a TOML file; ConfigError says what is wrong with it and in which line."""
+    """The tables of a TOML file, or of the preset of that name where there is no such file; ConfigError says what is
+    wrong with it and in which line."""
     key = "job.config_file"
     suffix = os.path.splitext(name)[1].lower()
     if suffix in _FOREIGN:
         raise ConfigError(key, f"{_FOREIGN[suffix]} is not built yet; write a .toml file")
     try:
-        with open(name, "rb") as file:
-            content = file.read()
+        content = _content(name)
         return parse(content.decode("utf-8-sig"))
     except FileNotFoundError:
         place = "" if os.path.isabs(name) else f" in {os.getcwd()}"
-        raise ConfigError(key, f"no such file{place}{_similar_file(name)}") from None
+        near = _similar_file(name) or nearest(os.path.splitext(os.path.basename(name))[0], preset_names())
+        hint = f"; did you mean {near}?" if near else ";"
+        presets = ", ".join(preset_names())
+        raise ConfigError(key, f"no such file{place}, and no preset{hint} presets: {presets}") from None
     except OSError as error:
         raise ConfigError(key, f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -133,10 +137,21 @@ def _overlap(one: Path, other: Path) -> bool:
     return one[:length] == other[:length]
 
 
-def _similar_file(name: str) -> str:
+def _content(name: str) -> bytes:
+    preset = preset_file(name)
+    try:
+        with open(name, "rb") as file:
+            return file.read()
+    except (FileNotFoundError, IsADirectoryError):
+        if preset is None:
+            raise
+        return preset.read_bytes()
+
+
+def _similar_file(name: str) -> str | None:
     folder, file = os.path.split(name)
     try:
         near = nearest(file, os.listdir(folder or "."))
     except OSError:
-        return ""
-    return f"; did you mean {os.path.join(folder, near)}?" if near else ""
+        return None
+    return os.path.join(folder, near) if near else None

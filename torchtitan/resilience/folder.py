@@ -3,7 +3,6 @@
 What is left in it is said by whoever leaves it.
 """
 
-import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -31,6 +30,8 @@ def check_folder(folder: Path, key: str = _KEY) -> None:
 def own_folder(folder: Path) -> Iterator[None]:
     """Make ``folder`` and keep other runs out of it until the block ends or this process dies; ConfigError if it cannot
     be made or another run holds it."""
+    import fcntl  # not on Windows, where a command must get as far as saying so
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)

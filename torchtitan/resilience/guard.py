@@ -10,12 +10,16 @@ from types import FrameType
 
 from torchtitan.log import logger
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# By name: Windows lacks two of them, and is told of in words, not by this import.
+SIGNALS = tuple(
+    signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if name in signal.Signals.__members__
+)
+"""What asks a run to stop."""
 
 
 def die_when_signalled() -> None:
     """End at once when asked to stop, even inside a wait for other ranks, where Python's own handlers never run."""
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
@@ -30,7 +34,7 @@ class StopRequest:
         self.reason: str | None = None
         begin = time.monotonic() if started is None else started
         self._deadline = None if max_duration_minutes is None else begin + 60 * max_duration_minutes
-        for number in _SIGNALS:
+        for number in SIGNALS:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

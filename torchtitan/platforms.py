@@ -1,0 +1,24 @@
+"""On which operating systems what runs: Linux anything, macOS one process, Windows nothing.
+
+Which devices there are is known in ``distributed/world.py`` and ``observe/device.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torchtitan.errors import ConfigError
+
+
+def check_platform() -> None:
+    """ConfigError where nothing of the package can run."""
+    if sys.platform in ("win32", "cygwin"):
+        raise ConfigError(None, "Windows is not supported; use WSL 2 (wsl --install), which is Linux")
+
+
+def check_processes(processes: int) -> None:
+    """ConfigError where this system cannot run that many processes together."""
+    if processes > 1 and sys.platform != "linux":
+        raise ConfigError(
+            None, f"{processes} processes need Linux; on {sys.platform} one can be run, without torchrun (NGPU=1)"
+        )
