@@ -7,7 +7,7 @@ stored is not here: those parts find them through their names.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -193,7 +193,7 @@ def divisible(args: DecoderArgs) -> Divisible:
     return Divisible(heads=args.n_heads, kv_heads=args.kv_heads, hidden=args.hidden_dim)
 
 
-def decoder_spec(cls: type[Decoder], args_cls: type[DecoderArgs], flavors: Mapping[str, DecoderArgs]) -> ModelSpec:
+def decoder_spec(cls: type[Decoder], args_cls: type[DecoderArgs], flavors: dict[str, Any]) -> ModelSpec:
     """The family of such decoders whose model is ``cls``, hyper-parameters ``args_cls`` and sizes ``flavors``."""
     head_norms: Mapping[str, Role] = {"layers.*.attention.[qk]_norm": "head_norm"} if args_cls.head_norms else {}
     return ModelSpec(
