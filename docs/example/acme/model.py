@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchtitan.errors import ConfigError, divisors
 from torchtitan.models.attention import CausalMask
 from torchtitan.models.init import Constant, Normal, Rule
-from torchtitan.models.layers import Attention, FeedForward, RotaryEmbedding
+from torchtitan.models.layers import Attention, FeedForward, RopeScaling, RotaryEmbedding
 from torchtitan.models.spec import MODELS, Divisible, Layout, ModelSpec, Role, Tokenwise
 
 
@@ -35,7 +35,7 @@ class Both(nn.Module):
 
     def __init__(self, args: ParallelArgs) -> None:
         super().__init__()
-        self.attention = Attention(args.dim, args.n_heads, args.n_heads, args.dim // args.n_heads)
+        self.attention = Attention(args.dim, args.n_heads, args.n_heads, args.dim // args.n_heads, pairs="halves")
         self.feed_forward = FeedForward(args.dim, args.ffn_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, allowed: Tensor | None) -> Tensor:
@@ -56,7 +56,7 @@ class Parallel(nn.Module):
     def __init__(self, args: ParallelArgs) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.rope = RotaryEmbedding(args.dim // args.n_heads, args.rope_theta, None)
+        self.rope = RotaryEmbedding(args.dim // args.n_heads, args.rope_theta, RopeScaling(1.0), "halves")
         self.mask = CausalMask()
         self.layers = nn.ModuleDict({str(i): Block(args) for i in range(args.n_layers)})
         self.norm = nn.RMSNorm(args.dim, eps=1e-6)
