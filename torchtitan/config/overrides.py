@@ -17,7 +17,7 @@ Path = tuple[str, ...]
 
 def parse_overrides(argv: Sequence[str]) -> list[tuple[Path, CommandLineText]]:
     """``--a.b value``, ``--a.b=value`` and bare ``--a.b``, in their order; ConfigError for any other word."""
-    found = []
+    found: list[tuple[Path, CommandLineText]] = []
     rest = list(argv)
     while rest:
         word = rest.pop(0)
