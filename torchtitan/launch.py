@@ -18,6 +18,7 @@ from torchtitan.log import init_logger, logger
 from torchtitan.platforms import check_platform, check_processes
 from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, LAUNCHER, STOPPED, End
 from torchtitan.resilience.guard import SIGNALS
+from torchtitan.secrets import hide_in_tracebacks
 from torchtitan.train import main as train_main
 
 _stopped: list[int] = []
@@ -34,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     argv = ["--job.config_file", os.environ.get("CONFIG_FILE") or DEFAULT, *argv]  # the last one counts
     for number in SIGNALS:
         signal.signal(number, _stop)
+    hide_in_tracebacks()
     init_logger()
     logger.setLevel(logging.ERROR)  # what there is to note, the run notes itself
     config = None

@@ -9,6 +9,8 @@ import logging
 import os
 import sys
 
+from torchtitan.secrets import hidden
+
 logger = logging.getLogger("titan")
 
 # The name in the middle is the root logger's: dashboards that read TorchTitan's lines look for it.
@@ -17,7 +19,14 @@ _YELLOW, _RED, _RESET = "\033[33m", "\033[31m", "\033[39m"
 _noted: set[str] = set()
 
 
-class _Colored(logging.Formatter):
+class _Plain(logging.Formatter):
+    """Lines without secrets, whatever a message or an exception says."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hidden(super().format(record))
+
+
+class _Colored(_Plain):
     """Warnings yellow and errors red, so that they are found among thousands of lines."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -34,7 +43,7 @@ def init_logger(color: bool = True) -> None:
     """
     colored = color and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter((_Colored if colored else logging.Formatter)(_FORMAT))
+    handler.setFormatter((_Colored if colored else _Plain)(_FORMAT))
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -24,6 +24,7 @@ from torchtitan.platforms import check_platform, check_processes
 from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, LAUNCHER, STOPPED, End
 from torchtitan.resilience.folder import own_folder
 from torchtitan.resilience.guard import StopRequest, die_when_signalled
+from torchtitan.secrets import hidden, hide_in_tracebacks
 
 if TYPE_CHECKING:  # torch costs seconds, and a mistyped key is told before
     from torchtitan.resolve import Job
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"torchtitan {__version__}")
         return DONE
     config = None
+    hide_in_tracebacks()
     try:
         check_platform()
         config = load_config(argv)
@@ -127,7 +129,7 @@ def fail(error: BaseException, config: JobConfig, step: int | None) -> int:
         end = End("failed", FAILED, step, "interrupted before it could save")
     else:
         end = End("failed", FAILED, step, "".join(traceback.format_exception(error)))
-    end = replace(end, rank=int(os.environ.get("RANK", "0")))
+    end = replace(end, error=hidden(end.error or ""), rank=int(os.environ.get("RANK", "0")))
     first = end.write(Path(config.job.dump_folder))
     if not first:
         logger.error(f"rank {end.rank} stops because another rank failed first")

@@ -1,6 +1,7 @@
 """Saving and loading through the real trainer when disks fill, files rot and models change."""
 
 import errno
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from tests.launch import RanksFailed, run_ranks
 from tests.runs import Outcome, run_job, run_jobs, tiny_argv
 from torchtitan.checkpoint import checkpointer
-from torchtitan.checkpoint.storage import Manifest
+from torchtitan.checkpoint.storage import FORMAT, Manifest
 from torchtitan.distributed.world import World
 
 SAVES = ["--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=20"]
@@ -80,6 +81,15 @@ def test_when_every_step_is_damaged_nothing_is_started_anew(six: tuple[Path, Out
         with (checkpoints / f"step-{step}" / "__0_0.distcp").open("r+b") as file:
             file.truncate(100)
     with pytest.raises(RanksFailed, match=r"every step in .* is damaged"):
+        go_on(checkpoints)
+    assert {p.name for p in checkpoints.iterdir()} == {"step-2", "step-4", "step-6"}
+
+
+def test_a_newer_format_is_no_damage(six: tuple[Path, Outcome], tmp_path: Path) -> None:
+    checkpoints = copy(six, tmp_path)
+    path = checkpoints / "step-6" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": FORMAT + 1}))
+    with pytest.raises(RanksFailed, match=rf"step-6 has format {FORMAT + 1}.*update torchtitan"):
         go_on(checkpoints)
     assert {p.name for p in checkpoints.iterdir()} == {"step-2", "step-4", "step-6"}
 

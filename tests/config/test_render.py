@@ -8,9 +8,9 @@ import pytest
 
 from torchtitan.config import JobConfig, load_config, to_toml
 from torchtitan.config.options import CommandLineText
-from torchtitan.config.render import masked
 from torchtitan.config.schema import Job, Model
 from torchtitan.config.toml import parse
+from torchtitan.secrets import masked
 
 Write = Callable[..., list[str]]
 

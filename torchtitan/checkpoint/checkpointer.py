@@ -17,6 +17,7 @@ from torchtitan.checkpoint.storage import (
     CheckpointError,
     FileRecord,
     Manifest,
+    NewerFormat,
     StepFolders,
     damage,
     find_step,
@@ -246,6 +247,8 @@ class Checkpointer:
         def look() -> str | None:
             try:
                 manifest = Manifest.read(folder)
+            except NewerFormat:  # the step before it would be an older state of the run
+                raise
             except CheckpointError as error:
                 return str(error)
             return damage(folder, manifest, share(list(manifest.files), self._world.rank, self._world.size))

@@ -30,6 +30,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be used, or could not be written: which, why, and what to do."""
 
 
+class NewerFormat(CheckpointError):
+    """A checkpoint of a version of this program that came later: whole, and nothing to pass over."""
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """Size and content of one file of a step."""
@@ -61,7 +65,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
-        """CheckpointError if there is none, it cannot be read, or its format is newer than this program."""
+        """CheckpointError if there is none or it cannot be read, NewerFormat if this program is too old for it."""
         try:
             raw = json.loads((folder / MANIFEST).read_text())
             own_sha256 = raw.pop("sha256")
@@ -75,9 +79,7 @@ class Manifest:
             raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error!r}") from None
-        raise CheckpointError(
-            f"{folder} has format {version}, and this version reads format {FORMAT}; update torchtitan"
-        )
+        raise NewerFormat(f"{folder} has format {version}, and this version reads format {FORMAT}; update torchtitan")
 
 
 def _json_sha256(content: Any) -> str:

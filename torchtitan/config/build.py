@@ -6,7 +6,8 @@ Where the values come from is in sources.py, and what the keys are in schema.py.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +26,7 @@ from torchtitan.errors import ConfigError
 
 _ANY = Option("", Any)
 _TABLE = Option("", dict[str, Any])
+_REMOTE_CODE = "trust_remote_code"
 
 
 def build_config(settings: Settings, notes: list[str]) -> JobConfig:
@@ -32,6 +34,7 @@ def build_config(settings: Settings, notes: list[str]) -> JobConfig:
 
     What to tell of keys that change nothing goes to ``notes``.
     """
+    _refuse_remote_code(settings)
     problems = _Problems(settings)
     values = _declared(settings, problems)
     chosen = _chosen(values)
@@ -53,6 +56,29 @@ def build_config(settings: Settings, notes: list[str]) -> JobConfig:
     config = _config(values)
     config._sources.update({".".join(path): setting.source for path, setting in settings.items()})
     return config
+
+
+def _refuse_remote_code(settings: Settings) -> None:
+    """ConfigError where the word stands anywhere, in the name of a key or in a table."""
+    for path, setting in settings.items():
+        words = (*path, *_names_in(setting.value))
+        if any(word.replace("-", "_").lower() == _REMOTE_CODE for word in words):
+            raise ConfigError(
+                ".".join(path),
+                f"{_REMOTE_CODE} is refused, whatever it is set to: no code that comes with weights or data is ever "
+                "run; leave it out, and name modules that you have read in job.imports",
+            )
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """Names in tables, however deep; of a table on the command line whatever could be one."""
+    if isinstance(value, CommandLineText) and value[:1] in ("{", "["):
+        yield from re.findall(r"[\w-]+", value)
+    elif isinstance(value, Mapping):
+        yield from value
+        yield from (name for inner in value.values() for name in _names_in(inner))
+    elif isinstance(value, list):
+        yield from (name for inner in value for name in _names_in(inner))
 
 
 class _Problems:

@@ -13,11 +13,11 @@ from torchtitan.config.groups import ENTRIES, GROUPS, REMARK
 from torchtitan.config.nearest import unknown_key
 from torchtitan.config.options import Option, type_text
 from torchtitan.config.parts import CHOICES, Choice, choices_in, offered, with_options
-from torchtitan.config.render import masked
 from torchtitan.config.schema import KEYS, SECTIONS, TABLES, JobConfig
 from torchtitan.config.toml import value_text
 from torchtitan.config.unbuilt import ABSENT, UNBUILT
 from torchtitan.errors import UNKNOWN, ConfigError
+from torchtitan.secrets import masked
 
 _INTRODUCTION = f"""\
 torchtitan {__version__}: train a language model

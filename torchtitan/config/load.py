@@ -5,20 +5,24 @@ Defaults are beaten by the file, the file by the command line. What needs the wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torchtitan.config.build import build_config
 from torchtitan.config.options import CommandLineText
-from torchtitan.config.overrides import parse_overrides
-from torchtitan.config.render import masked
+from torchtitan.config.overrides import Path, parse_overrides
 from torchtitan.config.schema import KEYS, JobConfig
 from torchtitan.config.sources import COMMAND_LINE, Settings, lay_over, leaves, read_file
 from torchtitan.config.toml import value_text
 from torchtitan.errors import UNKNOWN, ConfigError
 from torchtitan.log import note_once
+from torchtitan.secrets import hidden, hide, masked
 
 _CONFIG_FILE = ("job", "config_file")
 _LONGEST_VALUE = 80
+_ENTRIES = re.compile(r"""([\w.-]+)["']?\s*[=:]\s*(?:["']([^"']*)["']|([^\s,}\]]+))""")
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
@@ -30,12 +34,15 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     notes: list[str] = []
     try:
         overrides = parse_overrides(argv)
+        _hide_secrets(overrides)
         lay_over(settings, [entry for entry in overrides if entry[0] == _CONFIG_FILE], COMMAND_LINE, notes)
         if _CONFIG_FILE in settings:
             file = KEYS["job.config_file"].read(settings[_CONFIG_FILE].value, key="job.config_file")
             content = {} if file is None else read_file(file)
             settings.clear()
-            lay_over(settings, leaves(content), str(file), notes)
+            entries = list(leaves(content))
+            _hide_secrets(entries)
+            lay_over(settings, entries, str(file), notes)
             if _CONFIG_FILE in settings:
                 raise ConfigError("job.config_file", "a file cannot name another; name it on the command line")
         lay_over(settings, overrides, COMMAND_LINE, notes)
@@ -57,14 +64,26 @@ def describe_error(error: ConfigError, config: JobConfig | None = None) -> str:
     subject = key or ""
     if value is not UNKNOWN and value is not None and getattr(value, "form", "value") == "value":
         value = masked(subject, value)
-        shown = value if isinstance(value, CommandLineText) else value_text(value)
+        shown = hidden(value if isinstance(value, CommandLineText) else value_text(value))
         subject += f"={shown if len(shown) <= _LONGEST_VALUE else shown[:_LONGEST_VALUE] + '…'}"
     if source is not None:
         subject += f" ({source})"
     line = f"{subject}: {error.problem}" if subject else error.problem
     if error.more:
         line += f" (and {error.more} more)"
-    return " ".join(line.split())
+    return hidden(" ".join(line.split()))
+
+
+def _hide_secrets(layer: Iterable[tuple[Path, Any]]) -> None:
+    """Hide from now on, in all that is shown and written, the secrets of one source and of the environment."""
+    for name, text in os.environ.items():
+        hide(name, text)
+    for path, value in layer:
+        key = ".".join(path)
+        hide(key, value)
+        if isinstance(value, CommandLineText) and value[:1] in ("{", "["):
+            for name, quoted, bare in _ENTRIES.findall(value):  # of a table that may not even be TOML
+                hide(f"{key}.{name}", quoted or bare)
 
 
 def _locate(error: ConfigError, settings: Settings) -> None:

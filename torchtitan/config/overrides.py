@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from torchtitan.config.options import CommandLineText
 from torchtitan.errors import ConfigError
+from torchtitan.secrets import masked
 
 Path = tuple[str, ...]
 """A key in its parts. Not a dotted string: a part of a table's key may hold a dot itself."""
@@ -16,12 +17,13 @@ Path = tuple[str, ...]
 
 def parse_overrides(argv: Sequence[str]) -> list[tuple[Path, CommandLineText]]:
     """``--a.b value``, ``--a.b=value`` and bare ``--a.b``, in their order; ConfigError for any other word."""
-    found = []
+    found: list[tuple[Path, CommandLineText]] = []
     rest = list(argv)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            raise ConfigError(None, f"unexpected word {word!r} on the command line; write --section.key value")
+            shown = masked(".".join(found[-1][0]), word) if found else word  # a password may have a blank in it
+            raise ConfigError(None, f"unexpected word {shown!r} on the command line; write --section.key value")
         name, equals, text = word[2:].partition("=")
         if equals:
             value = CommandLineText(text)

@@ -27,6 +27,7 @@ from torchtitan.data.sharing import make_together
 from torchtitan.data.tokenizer import Tokenizer, required_vocab_size
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
+from torchtitan.secrets import hidden
 
 # Raised by who changes what the ids of a given source and tokenizer are, so that old files are not taken for new.
 _FORMAT = 1
@@ -108,7 +109,7 @@ def open_tokens(
     folder = Path(cache_folder or _users_cache()).expanduser()
     path = folder / f"{source.name}-{digest[:20]}.bin"
     dtype = "uint16" if required_vocab_size(tokenizer, bos_id, eos_id) <= 1 << 16 else "uint32"
-    made_from = {**recipe, "source_name": source.description, "tokenizer_name": tokenizer.name}
+    made_from = {**recipe, "source_name": hidden(source.description), "tokenizer_name": tokenizer.name}
     started = time.monotonic()
     try:
         found = _read_header(path, verify=True)

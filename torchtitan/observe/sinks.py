@@ -23,6 +23,7 @@ from torchtitan.config import toml
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 from torchtitan.registry import Registry
+from torchtitan.secrets import hidden
 
 Record = dict[str, float | None]
 """The numbers of one logged step by name; None is what does not apply. A sink leaves it as it is."""
@@ -267,6 +268,8 @@ class WandB:
             return os.environ.get(f"WANDB_{name}") or None
 
         config = folder / "config.toml"
+        argv = sys.argv
+        sys.argv = [hidden(word) for word in argv]  # it reports them
         try:
             self._run: Any = wandb.init(
                 dir=str(folder),
@@ -287,6 +290,8 @@ class WandB:
                 "metrics.enable_wandb",
                 f"wandb does not start: {error}; WANDB_MODE=offline needs neither key nor network",
             ) from error
+        finally:
+            sys.argv = argv
 
     def write(self, record: Record) -> None:
         self._run.log(scalars(record), step=record["step"])
