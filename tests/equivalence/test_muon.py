@@ -1,4 +1,5 @@
-"""Muon on spread matrices against one process: all weights to 1e-5, the work divided, replicas equal to the bit."""
+"""Muon on spread matrices, beside SGD and AdamW, against one process: all weights to 1e-5, the work divided, replicas
+equal to the bit."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from torchtitan.trainer import Trainer
 # The vocabulary of 101 is divided by no degree, so embedding and head are spread unevenly.
 MUON = (
     '--optimizer.groups=[{pattern = ["layers.*.w*.weight", "tok_embeddings.weight", "output.weight"], '
-    'name = "Muon", lr = 0.02}]'
+    'name = "Muon", lr = 0.02}, {pattern = "*ffn_norm.weight", name = "SGD"}]'
 )
 MATRICES = 4 * 7 + 2
 TWO = [Layout({"tp": 2}), Layout({"pp": 2}), Layout({"dp": 2, "offloaded": True})]
