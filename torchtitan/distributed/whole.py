@@ -27,7 +27,8 @@ def boxes(tensor: DTensor) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
 
 def map_whole(tasks: Sequence[Task]) -> None:
     """Do each of ``tasks`` on one of the ranks that hold its parameter, replicas and tensor peers among them; called by
-    all of these with the same tasks. All get the same bits, and a rank holds about three whole matrices at a time."""
+    all of these with the same tasks. All get the same bits. On its way a rank holds about three whole matrices at a
+    time, one of which is its own; a computation needs what it needs."""
     by_mesh: defaultdict[DeviceMesh, list[Task]] = defaultdict(list)
     for task in tasks:
         by_mesh[_spread(task.parameter).device_mesh].append(task)
@@ -51,7 +52,7 @@ def _round(mesh: DeviceMesh, tasks: Sequence[Task]) -> None:
         del whole
     for owner, task in owners:
         if owner == here:
-            own[owner] = task.compute(own[owner]).contiguous()
+            own[owner] = task.compute(own[owner]).to(task.dtype).contiguous()
     for owner, task in owners:
         parameter = _spread(task.parameter)
         if owner in own:
@@ -63,6 +64,7 @@ def _round(mesh: DeviceMesh, tasks: Sequence[Task]) -> None:
         for offsets, sizes in boxes(parameter):
             box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
             local_part(part).copy_(whole[box])
+        del whole
         task.update(part)
 
 
