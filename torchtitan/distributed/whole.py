@@ -1,4 +1,4 @@
-"""Whole matrices of parameters that are spread over ranks: put together on one of them, and given back in parts.
+"""Whole matrices of parameters that are spread over ranks: put together, kept by one of them, and given back to all.
 
 What is computed on them is in ``optim/``.
 """
