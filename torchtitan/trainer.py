@@ -25,6 +25,7 @@ from torchtitan.distributed.parallelize import parallelize
 from torchtitan.distributed.spread import micro_batches
 from torchtitan.distributed.stages import describe as describe_pipeline
 from torchtitan.distributed.topology import build_topology
+from torchtitan.distributed.whole import map_whole
 from torchtitan.distributed.world import World
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
@@ -69,7 +70,7 @@ class Trainer:
         if config.model.print_after_conversion:
             logger.info("the model after its converters:\n" + "\n".join(map(str, self.runner.parts)))
         self.parameters = [parameter for _, parameter in self.runner.named_parameters]
-        self.optimizer = job.optimizer.build(self.runner.named_parameters)
+        self.optimizer = job.optimizer.build(self.runner.named_parameters, map_whole=map_whole)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
         self.state, self.schedule_start = TrainState(), ScheduleStart()

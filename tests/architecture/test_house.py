@@ -115,7 +115,7 @@ def test_the_whole_config_is_seen_by_few() -> None:
 PRIVATE = {
     # attribute or name → the one file that may use it, because there is no public way
     "_set_pg_timeout": "distributed/world.py",
-    "__create_chunk_list__": "distributed/parallelize.py",
+    "__create_chunk_list__": "distributed/whole.py",
     "_Action": "distributed/schedules.py",
     "_ComputationType": "distributed/schedules.py",
     "_PipelineScheduleRuntime": "distributed/schedules.py",

@@ -28,7 +28,7 @@ def test_every_key_and_option_is_in_the_help() -> None:
 
 def test_options_that_differ_between_parts_are_listed_for_each() -> None:
     decays = [line for line in help_text().splitlines() if line.startswith("  --optimizer.weight_decay ")]
-    assert [line.rpartition("(")[2] for line in decays] == ["Adam, SGD)", "AdamW)"]
+    assert [line.rpartition("(")[2] for line in decays] == ["Adam, SGD)", "AdamW, Muon)"]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_options_that_differ_between_parts_are_listed_for_each() -> None:
         ("--training.seq-len", ["training.seq_len", "  default:   2048", "  now:       2048 (default)"]),
         ("training.batch_size", ["training.batch_size is an older spelling of training.local_batch_size"]),
         ("training.local_batch_size", ["  formerly:  training.batch_size"]),
-        ("optimizer.name", ["  known:     Adam, AdamW, SGD"]),
+        ("optimizer.name", ["  known:     Adam, AdamW, Muon, SGD"]),
         ("training.dataset", ["training.dataset"]),
         ("optimizer.beta1", ["  decay of the first moment", "  now:       0.9 (default)"]),
         ("model.args.dim", ["model.args", "  now:       {dim = 64} (command line)"]),

@@ -68,6 +68,25 @@ def test_kernels_of_an_optimizer_agree(name: str) -> None:
         torch.testing.assert_close(train(name, {"implementation": other}), plain, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_optimizers_go_downhill_and_keep_tensors(name: str) -> None:
+    """On the parameters they take; what they keep is what a checkpoint can hold."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    takes = getattr(OPTIMIZERS.get(name), "takes", None)
+    taken = [(n, p) for n, p in model.named_parameters() if takes is None or takes.fits(p.shape)]
+    optimizer = plan_optimizer(name, {}, lr=1e-2, weight_decay_exclude=[], groups=[]).build(taken)
+    data, losses = torch.randn(32, 8), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
+
+
 @pytest.mark.parametrize(("name", "cls"), [("AdamW", torch.optim.AdamW), ("Adam", torch.optim.Adam)])
 def test_options_reach_the_optimizer(name: str, cls: type[torch.optim.Optimizer]) -> None:
     options = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.3, "implementation": "foreach"}

@@ -3,10 +3,12 @@
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from tests.launch import run_ranks
-from tests.runs import run_job, tiny_argv, whole_parameters
+from tests.launch import RanksFailed, run_ranks
+from tests.runs import run_job, run_jobs, tiny_argv, whole_parameters
 from torchtitan.config import load_config
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.world import World
@@ -77,3 +79,38 @@ def test_groups_are_the_loop_by_hand_and_go_on_to_the_bit(tmp_path: Path) -> Non
         assert outcome.rates == rates
         for name, weight in expected.items():
             assert torch.equal(outcome.weights[name], weight), name
+
+
+MUON = [
+    '--optimizer.groups=[{pattern = "layers.*.w*.weight", name = "Muon", lr = 0.02}]',
+    "--optimizer.weight_decay_exclude=*norm.weight",
+    "--training.steps=6",
+    "--checkpoint.enable",
+    "--checkpoint.interval=3",
+    "--lr_scheduler.total_steps=8",
+]
+
+
+def test_muon_beside_adamw_goes_on_in_any_layout(tmp_path: Path) -> None:
+    through, half = run_ranks(
+        run_jobs, 2, [tiny_argv(tmp_path, *MUON), tiny_argv(tmp_path, *MUON, "--training.steps=3", run="half")]
+    )[0]
+    assert half.losses == through.losses[:3]
+    metadata = dcp.FileSystemReader(tmp_path / "half" / "checkpoint" / "step-3").read_metadata()
+    states = metadata.state_dict_metadata
+    momentum = states["optimizer.state.layers.0.attention.wq.weight.momentum_buffer"]
+    assert len(momentum.chunks) == 2  # spread like the parameter
+    assert "optimizer.state.norm.weight.exp_avg" in states
+    for run, ranks, layout in (
+        ("same", 2, []),
+        ("tensor", 2, ["--parallelism.tensor_parallel_degree=2"]),
+        ("one", 1, []),
+    ):
+        shutil.copytree(tmp_path / "half", tmp_path / run)
+        resumed = run_ranks(run_job, ranks, tiny_argv(tmp_path, *MUON, *layout, run=run))[0]
+        assert resumed.steps == [1, 2, 3, 4, 5, 6]
+        off = max(float((resumed.weights[name] - w).abs().max()) for name, w in through.weights.items())
+        print(f"{run}: {off:.1e}")
+        assert off == 0 if run == "same" else off < 1e-5
+    with pytest.raises(RanksFailed, match=r"optimizer.groups: the checkpoint holds Muon's state of layers\.0\."):
+        run_ranks(run_job, 1, tiny_argv(tmp_path, *MUON, "--optimizer.groups=[]", run="one"))

@@ -127,6 +127,16 @@ def test_a_part_of_the_model_may_hold_none_of_a_groups_parameters() -> None:
             "optimizer.groups[0].name",
             "SGD cannot be built: Nesterov",
         ),
+        (
+            plan_optimizer("Muon", {}, lr=0.1, weight_decay_exclude=[], groups=[]),
+            "optimizer.name",
+            r"Muon updates matrices only, and layers\.0\.attention_norm\.weight has the shape \[32\]; .*AdamW",
+        ),
+        (
+            plan({"pattern": "layers.*", "name": "Muon"}),
+            "optimizer.groups[0].pattern",
+            r"Muon updates matrices only, .* narrow it, as layers\.\*\.w\*\.weight does",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(planned: OptimizerPlan, key: str, problem: str) -> None:
@@ -137,6 +147,11 @@ def test_what_cannot_be_meant_is_refused(planned: OptimizerPlan, key: str, probl
 
 def test_what_can_be_meant_is_not() -> None:
     check_plan(plan({"pattern": "*"}), SHAPES)
+    check_plan(plan({"pattern": "layers.*.w*.weight", "name": "Muon"}), SHAPES)  # what the remedy says
+    matrices = plan_optimizer(
+        "Muon", {}, lr=0.1, weight_decay_exclude=[], groups=[{"pattern": "*norm.weight", "name": "AdamW"}]
+    )
+    check_plan(matrices, SHAPES)
     check_plan(plan({"pattern": "*.wq.weight"}, {"pattern": "*.w?.weight", "name": "SGD"}, exclude=("*",)), SHAPES)
 
 

@@ -18,6 +18,7 @@ from torchtitan.distributed.runner import Runner, Seams, WholeRunner, everything
 from torchtitan.distributed.spread import Spread
 from torchtitan.distributed.tensor import apply_tensor_parallel, tensor_seams
 from torchtitan.distributed.topology import Topology
+from torchtitan.distributed.whole import boxes
 from torchtitan.loss.losses import Loss
 from torchtitan.models.init import draw, find_rule
 from torchtitan.models.spec import ModelSpec
@@ -93,8 +94,7 @@ def init_weights(model: nn.Module, spec: ModelSpec, args: Any, seed: int) -> Non
         name = tied.get(name, name)  # in a later stage, a copy of what the first one holds
         rule = find_rule(rules, name)
         if isinstance(parameter, DTensor):
-            # The box that a distributed checkpoint stores for this rank.
-            for chunk in parameter.__create_chunk_list__():
-                parameter.to_local().copy_(draw(name, parameter.shape, rule, seed, chunk.offsets, chunk.sizes))
+            for offsets, sizes in boxes(parameter):
+                parameter.to_local().copy_(draw(name, parameter.shape, rule, seed, offsets, sizes))
         else:
             parameter.copy_(draw(name, parameter.shape, rule, seed, [0] * parameter.dim(), parameter.shape))

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchtitan.errors import ConfigError
-from torchtitan.optim.optimizers import OPTIMIZERS, Groups
+from torchtitan.optim.optimizers import OPTIMIZERS, Groups, Takes
+from torchtitan.optim.whole import MapWhole, WholeMatrixOptimizer, map_here
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ class OptimizerPlan:
         """Parameter → name of the optimizer that updates it."""
         return {name: self.group_of(name).optimizer for name in names}
 
-    def build(self, named_parameters: Iterable[tuple[str, Tensor]]) -> Optimizer:
-        """One optimizer over ``named_parameters``, which may be any part of the model."""
+    def build(self, named_parameters: Iterable[tuple[str, Tensor]], *, map_whole: MapWhole = map_here) -> Optimizer:
+        """One optimizer over ``named_parameters``, which may be any part of the model. ``map_whole`` goes to those that
+        need whole matrices."""
         members: dict[str, list[tuple[str, Tensor]]] = {group.key: [] for group in self.groups}
         for name, parameter in named_parameters:
             members[self.group_of(name).key].append((name, parameter))
@@ -85,6 +87,9 @@ class OptimizerPlan:
             together = [group for group in waiting if group.shares_with(first)]
             waiting = [group for group in waiting if not group.shares_with(first)]
             built.append(first.builder([entry for group in together for entry in group.settings(members[group.key])]))
+        for optimizer in built:
+            if isinstance(optimizer, WholeMatrixOptimizer):
+                optimizer.map_whole = map_whole
         return built[0] if len(built) == 1 else Together(built)
 
 
@@ -159,7 +164,23 @@ def check_plan(plan: OptimizerPlan, shapes: Mapping[str, Sequence[int]]) -> None
     for group in plan.groups:
         members = {name: shape for name, shape in shapes.items() if plan.group_of(name) is group}
         if members:
+            _check_shapes(group, members)
             _try(group, members)
+
+
+def _check_shapes(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:
+    takes: Takes | None = getattr(OPTIMIZERS.get(group.optimizer), "takes", None)
+    for name, shape in shapes.items():
+        if takes is None or takes.fits(shape):
+            continue
+        problem = f"{group.optimizer} updates {takes.what} only, and {name} has the shape {list(shape)}"
+        if group.patterns is None:
+            raise ConfigError(
+                "optimizer.name",
+                f'{problem}; put such into a group with another, as [[optimizer.groups]] with pattern = "*norm.weight" '
+                'and name = "AdamW" does for norms (embedding and head usually do better with that too)',
+            )
+        raise ConfigError(f"{group.key}.pattern", f"{problem}; narrow it, as layers.*.w*.weight does")
 
 
 def _try(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -5,8 +5,9 @@ Which of them updates which parameters is in ``groups.py``, rates over time in `
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -15,10 +16,30 @@ from torchtitan.registry import Registry
 if TYPE_CHECKING:  # torch costs seconds, and --help lists the options of this file
     from torch.optim import Optimizer
 
+B = TypeVar("B", bound=Callable[..., Any])
 Groups = list[dict[str, Any]]
 """What torch.optim takes: dicts with ``params`` and options of that group, ``lr`` always among them."""
 
 OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry("optimizer", home=__name__, receives=("groups",))
+
+
+@dataclass(frozen=True)
+class Takes:
+    """The parameters that an optimizer can update: ``what`` they are in words, and whether a shape ``fits``."""
+
+    what: str
+    fits: Callable[[Sequence[int]], bool]
+
+
+def takes_only(what: str, fits: Callable[[Sequence[int]], bool]) -> Callable[[B], B]:
+    """Declare of the builder that follows which parameters its optimizer takes; a run with others is refused."""
+
+    def mark(builder: B) -> B:
+        builder.takes = Takes(what, fits)  # type: ignore[attr-defined]
+        return builder
+
+    return mark
+
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Implementation = Annotated[
@@ -82,6 +103,46 @@ def sgd(
         nesterov=nesterov,
         weight_decay=weight_decay,
         **_kernel(implementation),
+    )
+
+
+@OPTIMIZERS.register("Muon")
+@takes_only("matrices", lambda shape: len(shape) == 2)
+def muon(
+    groups: Groups,
+    *,
+    momentum: Annotated[float, Field(ge=0, lt=1, description="share of the momentum in an update")] = 0.95,
+    nesterov: Annotated[bool, Field(description="look ahead along the momentum")] = True,
+    weight_decay: Annotated[float, Field(ge=0, description="decoupled weight decay")] = 0.1,
+    ns_steps: Annotated[int, Field(ge=1, lt=100, description="iterations that make a matrix orthogonal")] = 5,
+    coefficients: Annotated[
+        tuple[float, float, float], Field(description="of the first, third and fifth power in an iteration")
+    ] = (3.4445, -4.775, 2.0315),
+    eps: Annotated[float, Field(gt=0, description="smallest norm that a matrix is divided by")] = 1e-7,
+    adjust_lr_fn: Annotated[
+        Literal["original", "match_rms_adamw"],
+        Field(description="rate by shape: times the root of rows / columns, or for updates as large as AdamW's"),
+    ] = "original",
+    orthogonalize_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Field(description="type of the iterations; bfloat16 turns rounding of gradients into half a percent of them"),
+    ] = "float32",
+) -> Optimizer:
+    """Momentum made orthogonal, for matrices (Jordan et al. 2024)."""
+    import torch
+
+    from torchtitan.optim.muon import Muon
+
+    return Muon(
+        groups,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        ns_steps=ns_steps,
+        coefficients=coefficients,
+        eps=eps,
+        adjust_lr_fn=adjust_lr_fn,
+        dtype=getattr(torch, orthogonalize_dtype),
     )
 
 
