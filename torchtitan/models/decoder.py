@@ -16,6 +16,7 @@ from torchtitan.models.attention import CausalMask
 from torchtitan.models.init import Constant, Normal, Rule
 from torchtitan.models.layers import Attention, FeedForward, Pairs, RopeScaling, RotaryEmbedding
 from torchtitan.models.spec import Divisible, Layout, ModelSpec, Role, Tokenwise
+from torchtitan.models.twin import Twin
 
 _POSITIVE = (
     *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "ffn_dim", "multiple_of"),
@@ -193,7 +194,9 @@ def divisible(args: DecoderArgs) -> Divisible:
     return Divisible(heads=args.n_heads, kv_heads=args.kv_heads, hidden=args.hidden_dim)
 
 
-def decoder_spec(cls: type[Decoder], args_cls: type[DecoderArgs], flavors: Mapping[str, DecoderArgs]) -> ModelSpec:
+def decoder_spec(
+    cls: type[Decoder], args_cls: type[DecoderArgs], flavors: Mapping[str, DecoderArgs], huggingface: Twin
+) -> ModelSpec:
     """The family of such decoders whose model is ``cls``, hyper-parameters ``args_cls`` and sizes ``flavors``."""
     head_norms: Mapping[str, Role] = {"layers.*.attention.[qk]_norm": "head_norm"} if args_cls.head_norms else {}
     return ModelSpec(
@@ -206,4 +209,5 @@ def decoder_spec(cls: type[Decoder], args_cls: type[DecoderArgs], flavors: Mappi
         roles={**ROLES, **head_norms},
         divisible=divisible,
         tied=tied,
+        huggingface=huggingface,
     )
