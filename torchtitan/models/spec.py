@@ -87,7 +87,7 @@ class ModelSpec:
     tied: Callable[[Any], Mapping[str, str]] = field(default=lambda args: {})
     """Second name → first name of a parameter that stands in the model under two names."""
     max_seq_len: Callable[[Any], int | None] = field(default=lambda args: None)
-    """The longest sequence in tokens that the model has positions for; None: there is none."""
+    """The longest sequence in tokens that the model has positions for, ``args.max_seq_len``; None: there is none."""
     huggingface: Twin | None = None
     """The same family as the Hugging Face library has it, if it does."""
 
