@@ -16,6 +16,7 @@ class Llama3Args(DecoderArgs):
     """The 8B model of Llama 3.1, but for the width of its feed-forward."""
 
     pairs = "interleaved"
+    scaled_head = True
 
     dim: int = 4096
     n_layers: int = 32
