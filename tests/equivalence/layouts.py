@@ -221,13 +221,16 @@ def all_layouts() -> list[Layout]:
 
 
 def short_form() -> list[Layout]:
-    """What fits a test run of minutes: every axis, method and schedule, every pair of axes, and some of the rest."""
+    """What fits a test run of minutes: every axis, method and schedule, every pair of axes, and some of the rest; of
+    other families every axis, and one pair with tied embeddings."""
     large = {"tp 2, cp 2, pp 2", "dp 2, tp 2, pp 2, tied", "dp 2, tp 2, cp 2, pp 2, schedule ZBVZeroBubble"}
     accumulating = {("1F1B", 2), ("ZBVZeroBubble", 2), ("Interleaved1F1B", 4)}
 
     def fits(layout: Layout) -> bool:
         if layout.ranks > 4:
             return layout.name in large
+        if layout.ranks == 4 and layout.model.family != Model().family:
+            return layout.model.tied
         return layout.batches < 3 or (layout.keys.get("schedule", "1F1B"), layout.keys["pp"]) in accumulating
 
     return [layout for layout in all_layouts() if fits(layout)]
