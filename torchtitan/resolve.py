@@ -59,6 +59,12 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         _check_checkpoints(config)
     spec = MODELS.get(model.name, key="model.name")
     args = resolve_args(spec, model.flavor, model.args)
+    longest = spec.max_seq_len(args)
+    if longest is not None and training.seq_len > longest:
+        raise ConfigError(
+            "training.seq_len",
+            f"the model has positions for {longest} tokens; lower it, or raise model.args.max_seq_len",
+        )
     spread = plan_spread(
         config.parallelism,
         spec,

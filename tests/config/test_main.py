@@ -72,3 +72,16 @@ def test_other_commands_are_refused(arguments: list[str], capsys: pytest.Capture
         main(arguments)
     assert caught.value.code == 2
     assert "print,check,explain,reference" in capsys.readouterr().err
+
+
+def test_check_finds_a_sequence_longer_than_the_model_has_positions_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["check", "--model.name", "gpt2", "--training.seq_len", "2048"]) == 0
+    capsys.readouterr()
+    assert main(["check", "--model.name", "gpt2", "--training.seq_len", "2049"]) == 2
+    assert capsys.readouterr().err == (
+        "training.seq_len=2049 (command line): the model has positions for 2048 tokens; lower it, or raise "
+        "model.args.max_seq_len\n"
+    )

@@ -12,10 +12,20 @@ from torchtitan.data.batch import IGNORE_INDEX
 from torchtitan.distributed.pipeline import prune
 from torchtitan.distributed.stages import split_stages
 from torchtitan.distributed.tensor import roles_of
+from torchtitan.errors import ConfigError
+from torchtitan.models.huggingface import (
+    TensorTable,
+    family_of,
+    from_config,
+    from_huggingface,
+    to_config,
+    to_huggingface,
+)
 from torchtitan.models.init import find_rule
 from torchtitan.models.spec import MODELS, ModelSpec
 
 FAMILIES = MODELS.names()
+WITH_TWIN = [name for name in FAMILIES if MODELS.get(name).huggingface is not None]
 
 
 def small(spec: ModelSpec, **changes: Any) -> Any:
@@ -71,7 +81,7 @@ def test_every_module_with_parameters_has_a_role_and_every_pattern_a_module(name
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stages_together_hold_every_parameter_once(name: str) -> None:
     spec = MODELS.get(name)
-    args = dataclasses.replace(small(spec), n_layers=5)
+    args = dataclasses.replace(small(spec, tie_word_embeddings=False), n_layers=5)
     names = [block for block, _ in spec.build_meta(args).get_submodule(spec.layout.blocks).named_children()]
     for number in (1, 2, 4, 5):
         held: list[str] = []
@@ -131,3 +141,57 @@ def test_operation_counts_follow_the_parameters(name: str) -> None:
         counted = spec.flops(args, 1024)
         assert counted.weights == 6 * (every - embedding)
         assert spec.flops(args, 2048).attention == 2 * counted.attention > 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", WITH_TWIN)
+def test_its_twin_holds_every_parameter_once_and_gives_it_back_to_the_bit(name: str, tied: bool) -> None:
+    spec = MODELS.get(name)
+    args = small(spec, tie_word_embeddings=tied)
+    model = build(spec, args)
+    table = TensorTable(spec, args)
+    held = [part for stored in (table.stored | table.optional).values() for part in stored.parts]
+    assert sorted(held) == sorted(dict(model.named_parameters(remove_duplicate=False)))
+    state = {parameter: p.detach() for parameter, p in model.named_parameters()}
+    theirs = to_huggingface(spec, args, model.state_dict())
+    assert set(theirs) == set(table.stored) and all(t.is_contiguous() for t in theirs.values())
+    ours = from_huggingface(spec, args, theirs)
+    assert set(ours) == set(state) and all(torch.equal(ours[parameter], state[parameter]) for parameter in state)
+    # A file may repeat a tied weight, but not with other numbers.
+    for second, stored in table.optional.items():
+        (first,) = (key for key, other in table.stored.items() if other.parts == (spec.tied(args)[stored.parts[0]],))
+        assert set(from_huggingface(spec, args, theirs | {second: theirs[first].clone()})) == set(state)
+        with pytest.raises(ConfigError, match="tie_word_embeddings"):
+            from_huggingface(spec, args, theirs | {second: theirs[first] + 1})
+    name, tensor = next(iter(theirs.items()))
+    for changed, words in (({}, "is missing"), ({name: tensor[:-1]}, "has shape"), ({"what": tensor}, "what")):
+        damaged = {key: value for key, value in theirs.items() if key != name} | changed
+        with pytest.raises(ConfigError, match=words):
+            from_huggingface(spec, args, damaged)
+
+
+@pytest.mark.parametrize("name", WITH_TWIN)
+def test_a_config_of_its_twin_says_all_that_builds_it(name: str) -> None:
+    spec = MODELS.get(name)
+    for flavor, args in spec.flavors.items():
+        config = to_config(spec, args)
+        assert family_of(config) == name
+        again = from_config(spec, config)
+        assert to_config(spec, again) == config, flavor
+        shapes, same = ({key: p.shape for key, p in spec.build_meta(a).named_parameters()} for a in (args, again))
+        assert shapes == same and spec.tied(args) == spec.tied(again), flavor
+
+
+@pytest.mark.parametrize("name", WITH_TWIN)
+def test_what_it_does_not_compute_is_refused_by_name_and_value(name: str) -> None:
+    spec = MODELS.get(name)
+    assert spec.huggingface is not None
+    config = to_config(spec, small(spec))
+    changes = {key: "another" for key in spec.huggingface.fixed}
+    changes |= {"quantization_config": "fp8", "layer_types": ["sliding_attention"], "model_type": "another"}
+    changes |= {"rope_parameters": {"rope_type": "yarn"}} if spec.huggingface.rotary else {}
+    for key, value in changes.items():
+        with pytest.raises(ConfigError) as refused:
+            from_config(spec, config | {key: value})
+        line = str(refused.value)
+        assert (key if key != "rope_parameters" else "rope_type") in line and "\n" not in line

@@ -16,6 +16,7 @@ from torchtitan.models.attention import CausalMask
 from torchtitan.models.init import Constant, Normal, Rule
 from torchtitan.models.layers import Attention, FeedForward, Pairs, RopeScaling, RotaryEmbedding
 from torchtitan.models.spec import Divisible, Layout, ModelSpec, Role, Tokenwise
+from torchtitan.models.twin import Twin
 
 _POSITIVE = (
     *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "ffn_dim", "multiple_of"),
@@ -30,12 +31,14 @@ class DecoderArgs:
 
     A family gives defaults, and says what is not a choice in it: the ``pairs`` that rotary positions turn, whether
     queries, keys and values have a bias (``qkv_bias``), whether each head of queries and keys has a norm
-    (``head_norms``).
+    (``head_norms``), and whether embedding and head start at scales of their own rather than at ``init_std``
+    (``scaled_head``).
     """
 
     pairs: ClassVar[Pairs]
     qkv_bias: ClassVar[bool] = False
     head_norms: ClassVar[bool] = False
+    scaled_head: ClassVar[bool] = False
 
     dim: int
     n_layers: int
@@ -144,10 +147,13 @@ class Decoder(nn.Module):
 
 
 def init_rules(args: DecoderArgs) -> Mapping[str, Rule]:
-    """Projections back into the residual stream start smaller the deeper they stand, the head at 1 / sqrt(dim)."""
-    head = Normal(args.dim**-0.5, cut=3.0)
+    """Projections back into the residual stream start smaller the deeper they stand, a scaled head at 1 / sqrt(dim)."""
+    embedding = head = Normal(args.init_std)
+    if args.scaled_head:
+        head = Normal(args.dim**-0.5, cut=3.0)
+        embedding = head if args.tie_word_embeddings else Normal(1.0)
     rules: dict[str, Rule] = {
-        "tok_embeddings.weight": head if args.tie_word_embeddings else Normal(1.0),
+        "tok_embeddings.weight": embedding,
         "output.weight": head,
         "*norm.weight": Constant(1.0),
         "layers.*.attention.w[qkv].weight": Normal(args.init_std),
@@ -193,7 +199,9 @@ def divisible(args: DecoderArgs) -> Divisible:
     return Divisible(heads=args.n_heads, kv_heads=args.kv_heads, hidden=args.hidden_dim)
 
 
-def decoder_spec(cls: type[Decoder], args_cls: type[DecoderArgs], flavors: dict[str, Any]) -> ModelSpec:
+def decoder_spec(
+    cls: type[Decoder], args_cls: type[DecoderArgs], flavors: dict[str, Any], huggingface: Twin
+) -> ModelSpec:
     """The family of such decoders whose model is ``cls``, hyper-parameters ``args_cls`` and sizes ``flavors``."""
     head_norms: Mapping[str, Role] = {"layers.*.attention.[qk]_norm": "head_norm"} if args_cls.head_norms else {}
     return ModelSpec(
@@ -206,4 +214,5 @@ def decoder_spec(cls: type[Decoder], args_cls: type[DecoderArgs], flavors: dict[
         roles={**ROLES, **head_norms},
         divisible=divisible,
         tied=tied,
+        huggingface=huggingface,
     )

@@ -6,6 +6,7 @@ Its modules, initial weights and tables are those of ``decoder.py``.
 from dataclasses import dataclass
 
 from torchtitan.models.decoder import Decoder, DecoderArgs, decoder_spec
+from torchtitan.models.decoder_twin import decoder_twin
 from torchtitan.models.layers import RopeScaling
 from torchtitan.models.spec import MODELS
 
@@ -15,6 +16,7 @@ class Llama3Args(DecoderArgs):
     """The 8B model of Llama 3.1, but for the width of its feed-forward."""
 
     pairs = "interleaved"
+    scaled_head = True
 
     dim: int = 4096
     n_layers: int = 32
@@ -56,4 +58,11 @@ FLAVORS = {
     "405B": Llama3Args(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_dim_multiplier=1.2, multiple_of=4096),
 }
 
-MODELS.register("llama3", decoder_spec(Llama3, Llama3Args, FLAVORS))
+TWIN = decoder_twin(
+    "llama",
+    "LlamaForCausalLM",
+    fixed={"attention_bias": False, "mlp_bias": False},
+    max_position_embeddings=131072,
+)
+
+MODELS.register("llama3", decoder_spec(Llama3, Llama3Args, FLAVORS, TWIN))

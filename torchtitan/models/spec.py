@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchtitan.models.init import Rule
+from torchtitan.models.twin import Twin
 from torchtitan.registry import Registry
 
 
@@ -85,6 +86,10 @@ class ModelSpec:
     divisible: Callable[[Any], Divisible]
     tied: Callable[[Any], Mapping[str, str]] = field(default=lambda args: {})
     """Second name → first name of a parameter that stands in the model under two names."""
+    max_seq_len: Callable[[Any], int | None] = field(default=lambda args: None)
+    """The longest sequence in tokens that the model has positions for, ``args.max_seq_len``; None: there is none."""
+    huggingface: Twin | None = None
+    """The same family as the Hugging Face library has it, if it does."""
 
     def add_flavor(self, name: str, args: Any) -> None:
         """Offer ``args`` as a flavor of the family, from outside its file; ValueError if it cannot be one."""
