@@ -12,7 +12,7 @@ from tests.runs import tiny_argv
 PARTS = """
 import hashlib, os
 from torchtitan.log import logger
-from torchtitan.loss import LOSSES
+from torchtitan.loss.losses import LOSSES
 from torchtitan.observe.sinks import SINKS
 
 class Mail:
