@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -134,3 +135,15 @@ def test_trust_remote_code_in_a_file(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match="trust_remote_code is refused") as caught:
         load_config(["--job.config_file", file])
     assert (caught.value.key, caught.value.source) == ("data.sources", file)
+
+
+def test_a_hidden_secret_must_be_given_again(tmp_path: Path) -> None:
+    for value, again in (("***", "sesame"), ("s3://***@host/x", "s3://me:sesame@host/x")):
+        file = tmp_path / "config.toml"
+        file.write_text(f'[training]\ndataset_path = "{value}"\n')
+        with pytest.raises(ConfigError) as caught:
+            load_config([f"--job.config_file={file}"])
+        line = describe_error(caught.value)
+        assert line.startswith(f'training.dataset_path="{value}" ({file}): was hidden when this was written')
+        given = load_config([f"--job.config_file={file}", f"--training.dataset_path={again}"])
+        assert given.training.dataset_path == again

@@ -18,7 +18,7 @@ from torchtitan.config.sources import COMMAND_LINE, Settings, lay_over, leaves, 
 from torchtitan.config.toml import value_text
 from torchtitan.errors import UNKNOWN, ConfigError
 from torchtitan.log import note_once
-from torchtitan.secrets import hidden, hide, masked
+from torchtitan.secrets import MASK, hidden, hide, masked
 
 _CONFIG_FILE = ("job", "config_file")
 _LONGEST_VALUE = 80
@@ -46,6 +46,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
             if _CONFIG_FILE in settings:
                 raise ConfigError("job.config_file", "a file cannot name another; name it on the command line")
         lay_over(settings, overrides, COMMAND_LINE, notes)
+        _refuse_masks(settings)
         config = build_config(settings, notes)
     except ConfigError as error:
         _locate(error, settings)
@@ -84,6 +85,14 @@ def _hide_secrets(layer: Iterable[tuple[Path, Any]]) -> None:
         if isinstance(value, CommandLineText) and value[:1] in ("{", "["):
             for name, quoted, bare in _ENTRIES.findall(value):  # of a table that may not even be TOML
                 hide(f"{key}.{name}", quoted or bare)
+
+
+def _refuse_masks(settings: Settings) -> None:
+    """ConfigError for a secret that was hidden where a run wrote its configuration, and is not given again."""
+    for path, setting in settings.items():
+        value = setting.value
+        if isinstance(value, str) and (value == MASK or (MASK in value and ":/" in value)):
+            raise ConfigError(".".join(path), "was hidden when this was written; give it again on the command line")
 
 
 def _locate(error: ConfigError, settings: Settings) -> None:
