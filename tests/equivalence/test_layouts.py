@@ -22,6 +22,13 @@ from tests.equivalence.layouts import (
 from tests.launch import run_ranks
 
 SHORT = short_form()
+LAUNCHES = [
+    layouts[first : first + 16]  # no more, so that the time limit is far away on a busy machine too
+    for ranks in sorted({layout.ranks for layout in SHORT})
+    for layouts in [[layout for layout in SHORT if layout.ranks == ranks]]
+    for first in range(0, len(layouts), 16)
+]
+"""Layouts of a number of ranks, several in one launch."""
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +41,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def references(base: list[str]) -> dict[Model, Record]:
     """Each model in one process, its whole batch at once."""
     models = list(dict.fromkeys(layout.model for layout in SHORT))
-    (records,) = run_ranks(run_all, 1, base, [Layout({}, model) for model in models])
+    (records,) = run_ranks(run_all, 1, base, [Layout({}, model) for model in models], timeout=280)
     return dict(zip(models, records, strict=True))
 
 
-@pytest.mark.parametrize("ranks", sorted({layout.ranks for layout in SHORT}))
-def test_layouts_give_the_numbers_of_one_process(base: list[str], references: dict[Model, Record], ranks: int) -> None:
-    layouts = [layout for layout in SHORT if layout.ranks == ranks]
-    records = run_ranks(run_all, ranks, base, layouts, timeout=280)[0]
+@pytest.mark.parametrize("layouts", LAUNCHES, ids=lambda layouts: f"{layouts[0].ranks} ranks from {layouts[0].name}")
+def test_layouts_give_the_numbers_of_one_process(
+    base: list[str], references: dict[Model, Record], layouts: list[Layout]
+) -> None:
+    records = run_ranks(run_all, layouts[0].ranks, base, layouts, timeout=280)[0]
     wrong = []
     for layout, got in zip(layouts, records, strict=True):
         expected = references[layout.model]
