@@ -162,6 +162,7 @@ def _with_unknown_type(*, size: NoSuchType = 1) -> None:  # type: ignore[name-de
         (lambda logits, labels: None, "too many positional|missing a required argument"),
         ("no function", "is not a callable"),
         (_with_unknown_type, "NoSuchType"),
+        (lambda share=0.5: None, r"share must be keyword-only to be an option \(put \* before it\)"),
     ],
 )
 def test_a_part_of_another_shape_is_told_with_its_name(builder: Any, said: str) -> None:

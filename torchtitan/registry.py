@@ -69,6 +69,9 @@ class Registry(Generic[T]):
             parameters = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
             if self.receives is not None:
                 signature.bind(*self.receives, **{p.name: p.default for p in parameters})
+                positional = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+                if extra := positional[len(self.receives) :]:
+                    raise TypeError(f"{extra[0]} must be keyword-only to be an option (put * before it)")
             return {
                 p.name: option_from_annotation(
                     p.name,

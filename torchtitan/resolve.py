@@ -18,8 +18,10 @@ from torchtitan.config import JobConfig
 from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
 from torchtitan.distributed.spread import Spread, micro_batches, plan_spread
+from torchtitan.distributed.tensor import roles_of
 from torchtitan.errors import ConfigError
 from torchtitan.loss.losses import LOSSES, Loss
+from torchtitan.models.init import find_rule
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.observe.sinks import SINKS, check_packages
 from torchtitan.optim.groups import OptimizerPlan, check_plan, plan_optimizer
@@ -59,6 +61,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         _check_checkpoints(config)
     spec = MODELS.get(model.name, key="model.name")
     args = resolve_args(spec, model.flavor, model.args)
+    _check_tables(spec, args)
     longest = spec.max_seq_len(args)
     if longest is not None and training.seq_len > longest:
         raise ConfigError(
@@ -186,6 +189,18 @@ def _overlay(values: dict[str, Any], overrides: Mapping[str, Any], key: str) -> 
         else:
             values[name] = value
     return values
+
+
+def _check_tables(spec: ModelSpec, args: Any) -> None:
+    """ConfigError if what a family tells of its model does not fit the model."""
+    model, rules, tied = spec.build_meta(args), spec.init(args), spec.tied(args)
+    try:
+        spec.layout.check(model)
+        for name, _ in model.named_parameters():
+            find_rule(rules, tied.get(name, name))
+        list(roles_of(model, spec.roles))
+    except LookupError as error:
+        raise ConfigError("model.name", f"the tables of this family do not fit its model: {error}") from None
 
 
 def _check_vocabulary(vocab_size: int, tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:

@@ -249,8 +249,16 @@ class Trainer:
             f"in {_short(precision.storage)}, computed in {_short(precision.param)}, reduced in "
             f"{_short(precision.reduce)}"
         )
+        tokenizer, rows = self.job.tokenizer, self.job.args.vocab_size
+        logger.info(f"tokenizer {tokenizer.name}: ids up to {tokenizer.vocab_size - 1} of {rows}")
+        if 2 * tokenizer.vocab_size < rows:
+            logger.warning(
+                f"most of the model's {rows} rows stand for no id of this tokenizer; is model.hf_assets_path "
+                "(or tokenizer.name) the one that is meant?"
+            )
+        ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
         logger.info(
-            f"{self.world.size} ranks: {spread.degrees}; global batch "
+            f"{ranks}: {spread.degrees}; global batch "
             f"{self.state.global_batch_size} × {training.seq_len} tokens, {shares} a rank; "
             f"steps {self.state.step + 1} to {training.steps}"
         )

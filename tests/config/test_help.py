@@ -57,7 +57,7 @@ def test_explanations(word: str, lines: list[str]) -> None:
 def test_an_explained_section_shows_what_is_set() -> None:
     told = explain("training", load_config(["--training.steps", "7"])).splitlines()
     (line,) = [line for line in told if line.startswith("  --training.steps ")]
-    assert line.endswith("optimizer steps [int >= 1, default 10000, 7 (command line)]")
+    assert line.endswith("optimizer steps [int >= 1, default 10000, now 7 (command line)]")
 
 
 def test_options_of_somebody_elses_parts_are_explained(lab: str) -> None:

@@ -28,10 +28,10 @@ def test_a_bad_configuration(command: list[str], capsys: pytest.CaptureFixture[s
 def test_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert main(["check", "--training.steps", "5"]) == 0
-    assert capsys.readouterr().out == "OK: llama3 debugmodel, 5 steps on 1 rank\n"
+    assert capsys.readouterr().out == "OK: llama3 debugmodel, 5 steps on 1 rank, tokenizer of the debug model\n"
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert main(["check", "--training.steps", "5"]) == 0
-    assert capsys.readouterr().out == "OK: llama3 debugmodel, 5 steps on 4 ranks\n"
+    assert capsys.readouterr().out == "OK: llama3 debugmodel, 5 steps on 4 ranks, tokenizer of the debug model\n"
 
 
 def test_check_finds_what_the_schema_cannot(

@@ -39,8 +39,9 @@ def test_there_is_something_to_read() -> None:
     found = list(commands((CHECKOUT / "README.md").read_text()))
     for command in (
         "./run_train.sh",
-        "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.seq_len 4096 --optimizer.lr 1e-4",
-        "python scripts/compare_runs.py outputs/one outputs/four",
+        "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --model.hf_assets_path path/to/Llama-3.1-8B "
+        "--training.seq_len 4096",
+        "python scripts/compare_runs.py runs/one runs/four",
         "python -m torchtitan.config explain optimizer --job.imports my_parts",
         "torchrun … -m torchtitan.train --job.config_file F",
     ):

@@ -1,10 +1,17 @@
-"""What a family can be told from outside its file."""
+"""What a family can be told from outside its file, and what of what it tells is checked."""
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.runs import tiny_argv
+from torchtitan.config import load_config
+from torchtitan.errors import ConfigError
+from torchtitan.models.init import Constant
 from torchtitan.models.spec import MODELS
+from torchtitan.resolve import resolve_job
 
 
 def test_a_flavor_from_outside() -> None:
@@ -17,3 +24,31 @@ def test_a_flavor_from_outside() -> None:
         spec.add_flavor("small", small)
     with pytest.raises(ValueError, match="must be Llama3Args, not dict"):
         spec.add_flavor("smaller", {})
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"layout": {"stem": ("tok",)}}, "layout.stem names 'tok', and the model has no such module"),
+        (
+            {"layout": {"attention": "attention.inner"}},
+            "layout.attention names 'attention.inner', and block '0'",
+        ),
+        (
+            {"init": lambda args: {"norm.weight": Constant(1.0)}},
+            "no init rule matches parameter 'tok_embeddings",
+        ),
+        ({"roles": {"norm": "norm"}}, "no role matches module 'tok_embeddings'"),
+    ],
+)
+def test_tables_that_do_not_fit_the_model_are_told_before_the_start(
+    broken: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama3 = MODELS.get("llama3")
+    if "layout" in broken:
+        broken = {"layout": dataclasses.replace(llama3.layout, **broken["layout"])}
+    monkeypatch.setitem(MODELS._items, "broken", dataclasses.replace(llama3, **broken))
+    config = load_config([*tiny_argv(tmp_path), "--model.name=broken"])
+    with pytest.raises(ConfigError) as caught:
+        resolve_job(config, 1)
+    assert caught.value.key == "model.name" and said in caught.value.problem

@@ -10,6 +10,7 @@ from torch import nn
 from torchtitan.errors import ConfigError
 from torchtitan.models.llama3 import Llama3, Llama3Args
 from torchtitan.optim.groups import OptimizerPlan, Together, check_plan, plan_optimizer
+from torchtitan.optim.optimizers import OPTIMIZERS, Groups
 from torchtitan.state import OptimizerFacts
 
 MODEL = Llama3(Llama3Args(dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=16))
@@ -173,3 +174,23 @@ def test_states_of_another_optimizer_are_noticed() -> None:
         with pytest.raises(ConfigError, match=problem) as refused:
             ours.load_state_dict(theirs)
         assert refused.value.key == key
+
+
+@OPTIMIZERS.register("Counting")
+class Counting(torch.optim.Optimizer):
+    """Keeps what no checkpoint can hold."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["times"] = self.state[parameter].get("times", 0) + 1
+
+
+def test_a_state_that_cannot_be_saved_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_plan(plan({"pattern": "*norm.weight", "name": "Counting"}), SHAPES)
+    assert caught.value.key == "optimizer.groups[0].name"
+    assert "Counting keeps 'times' of a parameter as int; only tensors can be saved" in caught.value.problem

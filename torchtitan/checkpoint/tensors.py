@@ -99,7 +99,7 @@ def optimizer_state(parameters: Mapping[str, Tensor], optimizer: torch.optim.Opt
     for key, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"optimizer {key} is a {type(value).__name__}; only tensors can be saved, so keep one"
+                f"optimizer {key} is of type {type(value).__name__}; only tensors can be saved, so keep one"
             )
     return state
 

@@ -74,9 +74,12 @@ def check(config: JobConfig) -> str:
         raise ConfigError(None, f"{name}={text} in the environment is no number of ranks")
     from torchtitan.resolve import resolve_job  # needs torch
 
-    resolve_job(config, int(text))
+    job = resolve_job(config, int(text))
     ranks = "1 rank" if int(text) == 1 else f"{int(text)} ranks"
-    return f"OK: {config.model.name} {config.model.flavor}, {config.training.steps} steps on {ranks}"
+    return (
+        f"OK: {config.model.name} {config.model.flavor}, {config.training.steps} steps on {ranks}, "
+        f"tokenizer {job.tokenizer.name}"
+    )
 
 
 if __name__ == "__main__":

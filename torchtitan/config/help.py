@@ -62,25 +62,28 @@ def explain(word: str, config: JobConfig) -> str:
 def _section_lines(section: str, config: JobConfig | None = None) -> Iterator[str]:
     yield f"[{section}] {SECTIONS[section]}"
     choices = {choice.key: choice for choice in CHOICES if not choice.needs_torch}
-    rows = []
+    rows: list[tuple[str, Option, str, bool]] = []
     for key, option in KEYS.items():
         if key.rpartition(".")[0] == section:
-            rows.append((key, option, ""))
+            rows.append((key, option, "", True))
     for choice in choices_in(section):
-        rows += _part_rows(choice)
+        rows += _part_rows(choice, config)
     width = max(len(key) for key, *_ in rows) + 2
-    for key, option, remark in rows:
+    for key, option, remark, chosen in rows:
         facts = f"{type_text(option.annotation)}, {default_text(option)}"
         if (named := choices.get(key)) is not None:
             facts += f"; known: {', '.join(named.registry.names()) or 'none'}"
-        value = _value_text(key, config)
-        facts += f", {value}" if value is not None and config is not None and config.source(key) != "default" else ""
+        if chosen and config is not None and config.source(key) != "default":
+            facts += f", now {_value_text(key, config)}"
         yield f"  --{key:<{width}}{option.doc} [{facts}]{remark}"
 
 
-def _part_rows(choice: Choice) -> list[tuple[str, Option, str]]:
-    """Options of all parts of ``choice``, each with the names of the parts that take it."""
-    return [(key, option, f" ({', '.join(names)})") for key, option, names in offered(choice)]
+def _part_rows(choice: Choice, config: JobConfig | None) -> list[tuple[str, Option, str, bool]]:
+    """Options of all parts of ``choice``, each with the names of the parts that take it, and whether ``config`` names
+    one of them."""
+    named = [] if config is None else config.value(choice.key)
+    chosen = set(named if isinstance(named, list) else [named])
+    return [(key, option, f" ({', '.join(of)})", bool(chosen & set(of))) for key, option, of in offered(choice)]
 
 
 def _key_lines(key: str, option: Option, config: JobConfig) -> Iterator[str]:

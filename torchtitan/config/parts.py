@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.config.options import Option, type_text
 from torchtitan.config.overrides import Path
 from torchtitan.config.schema import KEYS
+from torchtitan.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchtitan.registry import Registry
@@ -83,7 +84,11 @@ def offered(choice: Choice) -> list[tuple[str, Option, list[str]]]:
     """Key and option of all that the parts of ``choice`` take, and the parts that take it in just this way."""
     found: dict[tuple[str, ...], tuple[str, Option, list[str]]] = {}
     for name in choice.registry.names():
-        for option in choice.options(name).values():
+        try:
+            options = choice.options(name)
+        except ConfigError:  # whoever names this part is told
+            continue
+        for option in options.values():
             key = ".".join((*choice.path(name), option.name))
             facts = (key, type_text(option.annotation), str(option.default), str(option.required), option.doc)
             found.setdefault(facts, (key, option, []))[2].append(name)

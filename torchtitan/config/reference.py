@@ -5,6 +5,7 @@ It says what keys are, never what they are set to.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchtitan.config.aliases import ALIASES, MEANINGLESS
@@ -46,7 +47,13 @@ def reference() -> str:
         if section == GROUPS[0]:
             lines += _groups()
     lines += ["## Older spellings", "", "They still work, each with a note of the new name.", ""]
-    lines += _table(("older", "today"), ((_code(old), _code(alias.key)) for old, alias in ALIASES.items()))
+    lines += _table(
+        ("older", "today"),
+        (
+            (_code(old), _code(alias.key) + (" (not built yet)" if alias.key in UNBUILT else ""))
+            for old, alias in ALIASES.items()
+        ),
+    )
     lines += ["## Accepted without effect", ""]
     lines += _table(("key", "why"), ((_code(key), why) for key, why in MEANINGLESS.items()))
     lines += ["## Known, but not built yet", "", "Only the value that asks for nothing is accepted.", ""]
@@ -66,6 +73,10 @@ def _parts(choice: Choice) -> Iterator[str]:
     ours = f"{', '.join(map(_code, names))}, or " if names else ""
     yield f"`{choice.key}`: {ours}the name of your own {choice.registry.kind}."
     yield ""
+    for name in names:
+        yield f"- {_code(name)}: {(inspect.getdoc(choice.registry.get(name)) or '').splitlines()[0].rstrip('.')}"
+    if names:
+        yield ""
     options = offered(choice)
     if not options:
         return

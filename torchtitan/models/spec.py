@@ -29,6 +29,18 @@ class Layout:
     mask: str = "mask"
     attention: str = "attention.inner_attention"
 
+    def check(self, model: nn.Module) -> None:
+        """LookupError if ``model`` lacks a module that this names."""
+        names = {name for name, _ in model.named_modules()}
+        named = {"stem": self.stem, "blocks": [self.blocks], "head": self.head, "mask": [self.mask]}
+        for what, modules in named.items():
+            for module in modules:
+                if module not in names:
+                    raise LookupError(f"layout.{what} names {module!r}, and the model has no such module")
+        for block, _ in model.get_submodule(self.blocks).named_children():
+            if f"{self.blocks}.{block}.{self.attention}" not in names:
+                raise LookupError(f"layout.attention names {self.attention!r}, and block {block!r} has no such module")
+
 
 Role = Literal["embedding", "norm", "head_norm", "gather", "column", "row", "head"]
 """What a module does to activations ``[batch, seq, features]`` whose features, or between blocks whose tokens, are

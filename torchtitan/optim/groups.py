@@ -147,7 +147,8 @@ def plan_optimizer(
 
 def check_plan(plan: OptimizerPlan, shapes: Mapping[str, Sequence[int]]) -> None:
     """ConfigError for a pattern that takes no parameter of the model, whose ``shapes`` are given by name, or for an
-    optimizer that does not take what it gets. Every optimizer is built once, on stand-ins of one element."""
+    optimizer that does not take what it gets, or keeps what a checkpoint cannot. Every optimizer is built once, on
+    stand-ins of one element, and makes a step."""
     *by_pattern, rest = plan.groups
     _check_exist("optimizer.weight_decay_exclude", rest.excluded, shapes)
     for group in by_pattern:
@@ -185,13 +186,26 @@ def _check_shapes(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:
 
 def _try(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:
     stand_ins = [(name, torch.nn.Parameter(torch.zeros([1] * len(shape)))) for name, shape in shapes.items()]
+    does = "be built"
     try:
-        group.builder(group.settings(stand_ins))
+        optimizer = group.builder(group.settings(stand_ins))
+        for _, stand_in in stand_ins:
+            stand_in.grad = torch.zeros_like(stand_in)
+        does = "make a step"
+        optimizer.step()
     except ConfigError:
         raise
     except Exception as error:  # whatever somebody's own optimizer makes of its options
         problem = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{group.key}.name", f"{group.optimizer} cannot be built: {problem}") from error
+        raise ConfigError(f"{group.key}.name", f"{group.optimizer} cannot {does}: {problem}") from error
+    for _, stand_in in stand_ins:
+        for name, value in optimizer.state[stand_in].items():
+            if not isinstance(value, Tensor):
+                raise ConfigError(
+                    f"{group.key}.name",
+                    f"{group.optimizer} keeps {name!r} of a parameter as {type(value).__name__}; only tensors can be "
+                    "saved, so keep one",
+                )
 
 
 def _check_exist(key: str, patterns: Sequence[str], names: Iterable[str]) -> None:
