@@ -5,6 +5,7 @@ How it is printed is in ``config/load.py``; bugs and broken machines raise other
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -30,6 +31,7 @@ class ConfigError(ValueError):
 
 
 def divisors(*numbers: int) -> str:
-    """What divides all of ``numbers``, to be named as remedies."""
+    """What divides all of ``numbers``, to be named as remedies; the smallest few of many."""
     common = math.gcd(*numbers)
-    return ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)
+    found = (d for d in range(1, min(common, 1 << 16) + 1) if common % d == 0)
+    return ", ".join(str(d) for d in itertools.islice(found, 24))

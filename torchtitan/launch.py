@@ -21,6 +21,7 @@ from torchtitan.resilience.guard import SIGNALS
 from torchtitan.secrets import hide_in_tracebacks
 from torchtitan.train import main as train_main
 
+_MOST_PROCESSES = 1024
 _stopped: list[int] = []
 """Signals that were passed on to the workers."""
 
@@ -65,8 +66,8 @@ def _processes() -> int:
         import torch
 
         return (torch.accelerator.device_count() if sys.platform == "linux" else 0) or 1
-    if not text.isdecimal() or int(text) == 0:
-        raise ConfigError(None, f"NGPU={text} must be a number of processes, 1 or more")
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_PROCESSES:
+        raise ConfigError(None, f"NGPU={text} must be a number of processes of this machine, 1 to {_MOST_PROCESSES}")
     return int(text)
 
 
@@ -133,6 +134,7 @@ def _torchrun(config: JobConfig, processes: int, shown: str, argv: Sequence[str]
 
 def _stop(number: int, frame: FrameType | None) -> None:
     """Asked to stop before anything has begun: start it again to go on."""
+    print(f"stopped by {signal.Signals(number).name} before the run began", file=sys.stderr)
     raise SystemExit(STOPPED)
 
 

@@ -142,4 +142,5 @@ def _annotation(item: Any, parameter: inspect.Parameter) -> Any:
 
 
 def _origin(item: Any) -> str:
-    return f"{getattr(item, '__module__', '?')}.{getattr(item, '__qualname__', item)}"
+    name = getattr(item, "__qualname__", None) or f"a {type(item).__qualname__}"
+    return f"{getattr(item, '__module__', '?')}.{name}"

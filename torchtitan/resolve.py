@@ -5,7 +5,7 @@ Nothing is built here that computes or writes; the trainer builds from what stan
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from torchtitan.checkpoint.storage import CheckpointError, Manifest, StepFolders
 from torchtitan.config import JobConfig
 from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
+from torchtitan.distributed.convert import convert_model
 from torchtitan.distributed.spread import Spread, micro_batches, plan_spread
 from torchtitan.distributed.tensor import roles_of
 from torchtitan.errors import ConfigError
@@ -61,7 +62,8 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         _check_checkpoints(config)
     spec = MODELS.get(model.name, key="model.name")
     args = resolve_args(spec, model.flavor, model.args)
-    _check_tables(spec, args)
+    converters = [_converter(name, config) for name in model.converters]
+    _check_model(spec, args, converters)
     longest = spec.max_seq_len(args)
     if longest is not None and training.seq_len > longest:
         raise ConfigError(
@@ -97,7 +99,8 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         weight_decay_exclude=config.optimizer.weight_decay_exclude,
         groups=config.optimizer.groups,
     )
-    check_plan(optimizer, {name: parameter.shape for name, parameter in spec.build_meta(args).named_parameters()})
+    shapes = {name: parameter.shape for name, parameter in spec.build_meta(args).named_parameters()}
+    check_plan(optimizer, shapes, spec.tied(args))
     return Job(
         config=config,
         spread=spread,
@@ -108,16 +111,20 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         bos_id=bos_id,
         eos_id=eos_id,
         loss=_bound(LOSSES, config.loss, "loss")(),
-        converters=[
-            CONVERTERS.bind(name, config.converter_args.get(name, {}), key="model.converters")()
-            for name in model.converters
-        ],
+        converters=converters,
         optimizer=optimizer,
         schedule=_bound(SCHEDULES, config.lr_scheduler, "lr_scheduler")(
             config.lr_scheduler.total_steps or training.steps
         ),
         sinks=_sinks(config),
     )
+
+
+def _converter(name: str, config: JobConfig) -> Converter:
+    built: Converter = CONVERTERS.bind(name, config.converter_args.get(name, {}), key="model.converters")()
+    if not callable(built):
+        raise ConfigError("model.converters", f"what builds {name!r} must return a function of a model, not {built!r}")
+    return built
 
 
 def _sinks(config: JobConfig) -> dict[str, partial[Any]]:
@@ -177,13 +184,17 @@ def resolve_args(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> 
         if isinstance(cause, ConfigError):
             raise cause from None
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"model.args.{where}", first["msg"].removeprefix("Input ")) from None
+        raise ConfigError(f"model.args.{where}", first["msg"].replace("Input should", "must")) from None
 
 
 def _overlay(values: dict[str, Any], overrides: Mapping[str, Any], key: str) -> dict[str, Any]:
     for name, value in overrides.items():
         if name not in values:
             raise unknown_name("key", name, values, key=f"{key}.{name}")
+        if value in ("none", "null") and not isinstance(values[name], str):
+            value = None  # on a command line there is no other way to say it
+        if isinstance(value, int) and abs(value) >= 2**40:
+            raise ConfigError(f"{key}.{name}", "is larger than any model")
         if isinstance(value, Mapping) and isinstance(values[name], dict):
             values[name] = _overlay(values[name], value, f"{key}.{name}")
         else:
@@ -191,9 +202,10 @@ def _overlay(values: dict[str, Any], overrides: Mapping[str, Any], key: str) -> 
     return values
 
 
-def _check_tables(spec: ModelSpec, args: Any) -> None:
-    """ConfigError if what a family tells of its model does not fit the model."""
+def _check_model(spec: ModelSpec, args: Any, converters: Sequence[Converter]) -> None:
+    """ConfigError if what a family tells of its model does not fit the model, or converters leave none that fits."""
     model, rules, tied = spec.build_meta(args), spec.init(args), spec.tied(args)
+    convert_model(model, converters, tied)
     try:
         spec.layout.check(model)
         for name, _ in model.named_parameters():

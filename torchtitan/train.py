@@ -87,6 +87,8 @@ def run(job: Job, folder: Path, started: float) -> int:
             set_determinism(debug.seed, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only)
             keys = config.trainer
             trainer = TRAINERS.bind(keys.name, keys.model_extra or {}, key="trainer")(job, world)
+            if not hasattr(trainer, "state"):
+                raise ConfigError("trainer.name", f"{keys.name!r} gives no torchtitan.trainer.Trainer that is set up")
             # Only what has loaded is what the folder holds from now on.
             if world.rank == 0:
                 write_config(folder, config)
@@ -105,7 +107,7 @@ def run(job: Job, folder: Path, started: float) -> int:
                 replace(end, step=trainer.state.step).write(folder)
         return end.exit_code
     except BaseException as error:  # torch's CheckpointException is no Exception
-        return fail(error, config, trainer.state.step if trainer else None)
+        return fail(error, config, getattr(getattr(trainer, "state", None), "step", None))
 
 
 def write_config(folder: Path, config: JobConfig) -> None:
@@ -128,7 +130,7 @@ def fail(error: BaseException, config: JobConfig, step: int | None) -> int:
     elif isinstance(error, KeyboardInterrupt):
         end = End("failed", FAILED, step, "interrupted before it could save")
     else:
-        end = End("failed", FAILED, step, "".join(traceback.format_exception(error)))
+        end = End("failed", FAILED, step, "".join(traceback.format_exception(error)) + _hint(error, config))
     end = replace(end, error=hidden(end.error or ""), rank=int(os.environ.get("RANK", "0")))
     first = end.write(Path(config.job.dump_folder))
     if not first:
@@ -136,6 +138,20 @@ def fail(error: BaseException, config: JobConfig, step: int | None) -> int:
     elif LAUNCHER not in os.environ:  # else it shows the error as the last thing on the screen
         print(end.error, file=sys.stderr, flush=True)
     return end.exit_code
+
+
+def _hint(error: BaseException | None, config: JobConfig) -> str:
+    """What stands behind an error that says only that something did not come in time; empty for any other."""
+    while error is not None:
+        if "timed out" in str(error).lower():
+            comm = config.comm
+            return (
+                f"another rank did not answer within comm.train_timeout_seconds={comm.train_timeout_seconds} "
+                f"(until the first step comm.init_timeout_seconds={comm.init_timeout_seconds}): it hangs, is much "
+                "slower, or failed before; see what the other ranks wrote\n"
+            )
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 if __name__ == "__main__":

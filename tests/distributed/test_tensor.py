@@ -174,3 +174,8 @@ def refusal(world: World) -> str:
 def test_a_forward_that_would_be_lost_is_refused() -> None:
     (told,) = run_ranks(refusal, 1)
     assert told.startswith("model.converters: gave module inner.up another forward")
+
+
+def test_a_table_of_positions_too_short_for_all_tensor_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="of a table of positions of 49, not all of 8 ranks would get a part"):
+        check_tensor(Degrees(shard=1, tensor=8), Divisible(8, 8, 64), 48, 301, 49)

@@ -176,7 +176,6 @@ def test_states_of_another_optimizer_are_noticed() -> None:
         assert refused.value.key == key
 
 
-@OPTIMIZERS.register("Counting")
 class Counting(torch.optim.Optimizer):
     """Keeps what no checkpoint can hold."""
 
@@ -189,8 +188,29 @@ class Counting(torch.optim.Optimizer):
                 self.state[parameter]["times"] = self.state[parameter].get("times", 0) + 1
 
 
-def test_a_state_that_cannot_be_saved_is_refused() -> None:
+def test_a_state_that_cannot_be_saved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS._items, "Counting", Counting)
     with pytest.raises(ConfigError) as caught:
         check_plan(plan({"pattern": "*norm.weight", "name": "Counting"}), SHAPES)
     assert caught.value.key == "optimizer.groups[0].name"
     assert "Counting keeps 'times' of a parameter as int; only tensors can be saved" in caught.value.problem
+
+
+def test_what_is_no_optimizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(groups: Groups) -> None:
+        """Builds none."""
+
+    monkeypatch.setitem(OPTIMIZERS._items, "nothing", nothing)
+    with pytest.raises(ConfigError, match="nothing cannot be built: what builds it must return"):
+        check_plan(plan({"pattern": "*norm.weight", "name": "nothing"}), SHAPES)
+
+
+def test_the_second_name_of_a_tied_parameter_is_told() -> None:
+    shapes = {name: shape for name, shape in SHAPES.items() if name != "output.weight"}
+    with pytest.raises(ConfigError, match=r"output\.weight is tied to tok_embeddings\.weight; name that"):
+        check_plan(plan({"pattern": "output.weight"}), shapes, {"output.weight": "tok_embeddings.weight"})
+
+
+def test_an_optimizer_without_parameters_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    check_plan(plan({"pattern": "*", "name": "SGD"}), SHAPES)
+    assert "[optimizer] itself updates none" in caplog.text

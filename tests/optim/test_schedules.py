@@ -69,7 +69,7 @@ def test_restarts_of_a_cosine_are_sgdr() -> None:
 def test_no_restart_is_the_curve_without() -> None:
     for shape in ("linear", "sqrt", "cosine", "constant", "exponential"):
         options = {"warmup_steps": 3, "decay_ratio": 0.3, "decay_type": shape}
-        plain, other = schedule(50, **options), schedule(50, **options, restart_warmup_steps=7)
+        plain, other = schedule(50, **options), schedule(50, **options, restarts=[])
         assert [plain(step) for step in range(1, 60)] == [other(step) for step in range(1, 60)]
 
 
@@ -87,3 +87,13 @@ def test_restarts_that_cannot_be(restarts: list[int], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as refused:
         schedule(20, restarts=restarts)
     assert refused.value.key == "lr_scheduler.restarts"
+
+
+def test_a_warm_up_after_no_restart_is_refused() -> None:
+    with pytest.raises(ConfigError, match="restart_warmup_steps: there is no restart"):
+        schedule(50, restart_warmup_steps=7)
+
+
+def test_a_decay_of_no_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    schedule(20, warmup_steps=0, restarts=[5, 10], decay_ratio=0.05)
+    assert "of 5 steps is no whole step" in caplog.text

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.context import ContextSplit, apply_context_parallel, apply_mask
+from torchtitan.distributed.convert import convert_model
 from torchtitan.distributed.fsdp import Precision, apply_fsdp
 from torchtitan.distributed.pipeline import PipelineRunner, prune
 from torchtitan.distributed.runner import Runner, Seams, WholeRunner, everything
@@ -49,8 +50,7 @@ def parallelize(
         part = spec.build_meta(args)
         if names is not None:
             prune(part, spec.layout, names)
-        for convert in converters:
-            convert(part)
+        convert_model(part, converters, tied)
         part.to(dtype=precision.storage)
         if tensor is not None:
             apply_tensor_parallel(part, spec.roles, tied, tensor, spread_logits=spread_logits)

@@ -53,7 +53,7 @@ def plan_spread(
     divisible, reshard = spec.divisible(args), keys.fsdp_reshard_after_forward
     method, head_tail = keys.context_parallel_method, keys.context_parallel_load_balancer == "headtail"
     if degrees.tensor > 1:
-        check_tensor(degrees, divisible, seq_len, args.vocab_size)
+        check_tensor(degrees, divisible, seq_len, args.vocab_size, spec.max_seq_len(args))
     check_context(
         degrees,
         method=method,
@@ -139,17 +139,20 @@ def _plan_pipeline(keys: Parallelism, spec: ModelSpec, args: Any, local_batch_si
     return plan
 
 
-def check_tensor(degrees: Degrees, divisible: Divisible, seq_len: int, vocab_size: int) -> None:
-    """ConfigError if the degree of tensor parallelism does not divide what it spreads; of the vocabulary, every rank
-    must have a part."""
+def check_tensor(
+    degrees: Degrees, divisible: Divisible, seq_len: int, vocab_size: int, positions: int | None = None
+) -> None:
+    """ConfigError if the degree of tensor parallelism does not divide what it spreads; of the vocabulary and
+    of a table of ``positions`` every rank must have a part."""
     degree, key = degrees.tensor, KEYS["tensor"]
     counts = {"query heads": divisible.heads, "key-value heads": divisible.kv_heads, "ffn features": divisible.hidden}
     fitting = divisors(*counts.values(), degrees.readers * degrees.copies)
     for what, count in counts.items():
         if count % degree:
             raise ConfigError(key, f"{degree} does not divide the model's {count} {what}; try {fitting}")
-    if -(-vocab_size // degree) * (degree - 1) >= vocab_size:
-        raise ConfigError(key, f"of a vocabulary of {vocab_size}, not all of {degree} ranks would get a part; lower it")
+    for what, rows in (("vocabulary", vocab_size), ("table of positions", positions)):
+        if rows is not None and -(-rows // degree) * (degree - 1) >= rows:
+            raise ConfigError(key, f"of a {what} of {rows}, not all of {degree} ranks would get a part; lower it")
     if seq_len % (degree * degrees.context):
         parts = f"{degree} ranks" if degrees.context == 1 else f"{degrees.context} context × {degree} tensor ranks"
         near = seq_len // (degree * degrees.context) * degree * degrees.context or degree * degrees.context

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchtitan.errors import ConfigError
+from torchtitan.log import logger
 from torchtitan.optim.optimizers import OPTIMIZERS, Groups, Takes
 from torchtitan.optim.whole import MapWhole, WholeMatrixOptimizer, map_here
 
@@ -145,16 +146,20 @@ def plan_optimizer(
     return OptimizerPlan([*planned, Group("optimizer", None, name, builder, lr, weight_decay_exclude)])
 
 
-def check_plan(plan: OptimizerPlan, shapes: Mapping[str, Sequence[int]]) -> None:
-    """ConfigError for a pattern that takes no parameter of the model, whose ``shapes`` are given by name, or for an
-    optimizer that does not take what it gets, or keeps what a checkpoint cannot. Every optimizer is built once, on
-    stand-ins of one element, and makes a step."""
+def check_plan(plan: OptimizerPlan, shapes: Mapping[str, Sequence[int]], tied: Mapping[str, str] | None = None) -> None:
+    """ConfigError for a pattern that takes no parameter of the model, or for an optimizer that does not take what it
+    gets, or keeps what a checkpoint cannot.
+
+    ``shapes`` are those of the model's parameters by name; of ``tied`` ones, second name to first, by the first. Every
+    optimizer is built once, on stand-ins of one element, and makes a step.
+    """
     *by_pattern, rest = plan.groups
-    _check_exist("optimizer.weight_decay_exclude", rest.excluded, shapes)
+    owner_of = {name: plan.group_of(name) for name in shapes}
+    _check_exist("optimizer.weight_decay_exclude", rest.excluded, shapes, tied or {})
     for group in by_pattern:
-        _check_exist(f"{group.key}.pattern", group.patterns or (), shapes)
+        _check_exist(f"{group.key}.pattern", group.patterns or (), shapes, tied or {})
         for pattern in group.patterns or ():
-            owners = {name: plan.group_of(name).key for name in fnmatch.filter(shapes, pattern)}
+            owners = {name: owner_of[name].key for name in fnmatch.filter(shapes, pattern)}
             if group.key not in owners.values():
                 name, owner = next(iter(owners.items()))
                 raise ConfigError(
@@ -163,10 +168,12 @@ def check_plan(plan: OptimizerPlan, shapes: Mapping[str, Sequence[int]]) -> None
                     "the first group that matches takes a parameter, so put the narrower one first",
                 )
     for group in plan.groups:
-        members = {name: shape for name, shape in shapes.items() if plan.group_of(name) is group}
+        members = {name: shape for name, shape in shapes.items() if owner_of[name] is group}
         if members:
             _check_shapes(group, members)
             _try(group, members)
+        elif group is rest:
+            logger.warning("every parameter belongs to one of optimizer.groups: [optimizer] itself updates none")
 
 
 def _check_shapes(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -189,6 +196,8 @@ def _try(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:
     does = "be built"
     try:
         optimizer = group.builder(group.settings(stand_ins))
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"what builds it must return a torch.optim.Optimizer, not {optimizer!r}")
         for _, stand_in in stand_ins:
             stand_in.grad = torch.zeros_like(stand_in)
         does = "make a step"
@@ -208,9 +217,11 @@ def _try(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:
                 )
 
 
-def _check_exist(key: str, patterns: Sequence[str], names: Iterable[str]) -> None:
+def _check_exist(key: str, patterns: Sequence[str], names: Iterable[str], tied: Mapping[str, str]) -> None:
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
+            if second := fnmatch.filter(tied, pattern):
+                raise ConfigError(key, f"{second[0]} is tied to {tied[second[0]]}; name that")
             raise ConfigError(
                 key,
                 f"no parameter matches {pattern!r}; "

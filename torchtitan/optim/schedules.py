@@ -60,6 +60,10 @@ def warmup_stable_decay(
     floor, 2 · 0.5^progress − 1.
     """
     _check_restarts(restarts, total_steps)
+    if restart_warmup_steps and not restarts:
+        raise ConfigError(
+            "lr_scheduler.restart_warmup_steps", "there is no restart; name steps in lr_scheduler.restarts"
+        )
     starts = [0, *restarts]
     pieces = [
         _curve(
@@ -94,6 +98,8 @@ def _curve(
     if warmup < warmup_steps:
         logger.warning(f"lr_scheduler.{warmup_key}={warmup_steps} is cut to the {steps} steps of the schedule")
     decay = steps if decay_ratio is None else round(steps * decay_ratio)
+    if decay_ratio and not decay:
+        logger.warning(f"lr_scheduler.decay_ratio={decay_ratio} of {steps} steps is no whole step: they do not decay")
     decay = min(decay, steps - warmup)
     decay_start = steps + 1 - decay
 

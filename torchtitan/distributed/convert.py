@@ -1,0 +1,38 @@
+"""Converters at work: a model after them must still be one that can be spread, initialised and saved by its names.
+
+Converters themselves are in ``transforms/``; when they are applied is said in ``parallelize.py``.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from torchtitan.errors import ConfigError
+from torchtitan.transforms import Converter
+
+_KEY = "model.converters"
+
+
+def convert_model(model: nn.Module, converters: Sequence[Converter], tied: Mapping[str, str]) -> None:
+    """Apply ``converters`` to ``model`` on the meta device; parameters that are ``tied``, second name to first, are the
+    same ones afterwards. ConfigError if parameters have other names, share what is not told, or buffers exist."""
+    before = set(dict(model.named_parameters(remove_duplicate=False)))
+    for convert in converters:
+        convert(model)
+    names = set(dict(model.named_parameters(remove_duplicate=False)))
+    if changed := sorted(before ^ names):
+        raise ConfigError(
+            _KEY,
+            f"parameter {changed[0]} {'is gone' if changed[0] in before else 'is new'} after them; a converter leaves "
+            "the names of parameters as they are",
+        )
+    for second, first in tied.items():
+        owner, _, name = second.rpartition(".")
+        setattr(model.get_submodule(owner), name, model.get_parameter(first))
+    if len(names) - len(tied) != len(dict(model.named_parameters())):
+        raise ConfigError(_KEY, "parameters are shared after them that are not tied in this model")
+    for name, _ in model.named_buffers():
+        raise ConfigError(
+            _KEY if converters else "model.name",
+            f"buffer {name} would be lost between the meta device and the real one; compute it in the forward pass",
+        )
