@@ -8,7 +8,14 @@ import torch
 
 from torchtitan.errors import ConfigError
 from torchtitan.models import huggingface
-from torchtitan.models.huggingface import TensorTable, family_of, from_config, from_huggingface, to_config
+from torchtitan.models.huggingface import (
+    TensorTable,
+    family_of,
+    from_config,
+    from_huggingface,
+    to_config,
+    to_huggingface,
+)
 from torchtitan.models.layers import RopeScaling
 from torchtitan.models.spec import MODELS
 from torchtitan.models.twin import AsItIs, Form, RotaryHalves, Transposed
@@ -89,6 +96,140 @@ def test_what_cannot_be_had(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         from_config(spec, {key: value for key, value in config.items() if value is not ...})
     assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("hidden_size", value) for value in (None, "8", 1.5, True, [], {}, float("nan"), -1, 0, 10**400, {1})),
+        *(("rms_norm_eps", value) for value in (None, "1e-5", True, [], float("nan"), 10**400)),
+        *(("tie_word_embeddings", value) for value in (None, "x", 0, 1.5, [])),
+        *(("rope_theta", value) for value in (None, "8", True, [1], -1.0, float("nan"))),
+        *(("rope_scaling", value) for value in (0, [], "llama3", [1], 3.0, {"factor": {1}})),
+        *(("rope_parameters", value) for value in (0, [], "llama3")),
+        *(("layer_types", value) for value in (3, "full_attention", [None, 3], [["full_attention"]])),
+        *(("attention_dropout", value) for value in ("x", True, [0.1])),
+        ("hidden_act", torch.ones(2, 2)),
+        ("attention_bias", 0),
+        ("num_key_value_heads", 3),
+        ("num_key_value_heads", True),
+        ("head_dim", 7),
+        ("intermediate_size", None),
+    ],
+)
+def test_a_value_that_cannot_be_is_told_by_their_name(key: str, value: Any) -> None:
+    spec = MODELS.get("llama3")
+    with pytest.raises(ConfigError) as refused:
+        from_config(spec, to_config(spec, spec.flavors["debugmodel"]) | {key: value})
+    line = str(refused.value)
+    shown = repr(value).split("\n")[0][:40]
+    assert line.startswith(f"config.json: {key}={shown}") and "\n" not in line and len(line) < 300
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in [*LLAMA3, "rope_theta"] for value in (0, "8", True) if key != "rope_type"),
+        *((key, value) for key in [*LLAMA3, "rope_theta"] for value in ([1], {})),
+        ("partial_rotary_factor", True),
+    ],
+)
+@pytest.mark.parametrize("table", ["rope_scaling", "rope_parameters"])
+def test_a_value_of_a_table_of_rotary_positions_that_cannot_be(table: str, key: str, value: Any) -> None:
+    spec = MODELS.get("llama3")
+    config = to_config(spec, spec.flavors["debugmodel"]) | {table: {**LLAMA3, key: value}}
+    del config["rope_theta"]
+    with pytest.raises(ConfigError) as refused:
+        from_config(spec, config)
+    assert str(refused.value).startswith("config.json: ") and f"{key}={value!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3}, "contradicts rope_scaling={"),
+        ({"rope_parameters": LLAMA3, "rope_scaling": LLAMA3 | {"factor": 4.0}}, "contradicts rope_scaling={"),
+        ({"rope_theta": 77.0, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta=77.0 contradicts"),
+        ({"rope_scaling": {**LLAMA3, "type": "default"}}, "rope_type='llama3' contradicts 'default'"),
+    ],
+)
+def test_keys_that_contradict_each_other(change: dict[str, Any], words: str) -> None:
+    spec = MODELS.get("llama3")
+    with pytest.raises(ConfigError) as refused:
+        from_config(spec, to_config(spec, spec.flavors["debugmodel"]) | change)
+    assert words in str(refused.value)
+    # Said twice alike, it is said once.
+    both = {"rope_theta": 500000, "rope_parameters": LLAMA3 | {"rope_theta": 5e5, "factor": 8}, "rope_scaling": LLAMA3}
+    args = from_config(spec, to_config(spec, spec.flavors["debugmodel"]) | both)
+    assert (args.rope_theta, args.rope_scaling_args) == (5e5, RopeScaling())
+
+
+@pytest.mark.parametrize("config", [None, [1], "gpt2", {3: 4}, {"model_type": "gpt2", None: 1}])
+def test_what_is_no_config(config: Any) -> None:
+    for read in (family_of, lambda table: from_config(MODELS.get("gpt2"), table)):
+        with pytest.raises(ConfigError, match=r"^config.json: .*, not of type"):
+            read(config)
+
+
+@pytest.mark.parametrize("model_type", [["gpt2"], {}])
+def test_a_model_type_that_is_no_word(model_type: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^config.json: model_type=.* is no family"):
+        family_of({"model_type": model_type})
+
+
+@pytest.mark.parametrize("word", [["gelu"], {}])
+def test_an_activation_that_is_no_word(word: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^config.json: activation_function="):
+        from_config(MODELS.get("gpt2"), GPT2_CONFIG | {"activation_function": word})
+
+
+BIAS = "transformer.ln_f.bias"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ln_f.bias": torch.zeros(32)}, f"ln_f.bias is there as {BIAS} as well"),
+        *(({BIAS: value}, f"{BIAS} is of type") for value in (None, [0.0] * 32, torch.zeros(32).numpy())),
+        *(
+            ({BIAS: torch.zeros(32).to(dtype)}, f"{BIAS} is {dtype}")
+            for dtype in (torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+        ),
+        ({BIAS: torch.zeros(32).to_sparse()}, "torch.sparse_coo"),
+        ({3: torch.zeros(32)}, "3 must be a name, not of type int"),
+        ({"a\nb": torch.zeros(32)}, r"a\nb is not a tensor"),
+    ],
+)
+def test_tensors_that_are_no_weights(change: dict[Any, Any], words: str) -> None:
+    spec = MODELS.get("gpt2")
+    args = from_config(spec, GPT2_CONFIG)
+    theirs = to_huggingface(spec, args, dict(spec.cls(args).named_parameters()))
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        halves = from_huggingface(spec, args, theirs | {BIAS: torch.zeros(32, dtype=dtype)})
+        assert halves["norm.bias"].dtype is dtype
+    with pytest.raises(ConfigError) as refused:
+        from_huggingface(spec, args, theirs | change)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("state", [None, [("a", 1)]])
+def test_tensors_that_have_no_names(state: Any) -> None:
+    spec = MODELS.get("gpt2")
+    args = from_config(spec, GPT2_CONFIG)
+    for convert in (to_huggingface, from_huggingface):
+        with pytest.raises(ConfigError, match=r"^tensors: must be a table"):
+            convert(spec, args, state)
+    with pytest.raises(ConfigError, match="3 is not the name of a tensor"):
+        TensorTable(spec, args).load(3, torch.ones(1))  # type: ignore[arg-type]
 
 
 def test_an_activation_that_is_not_built() -> None:

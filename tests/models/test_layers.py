@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchtitan.errors import ConfigError
 from torchtitan.models.layers import Attention, Pairs, RopeScaling, RotaryEmbedding, apply_rope, rope_frequencies
 
 OFF = RopeScaling(scaling_factor=1.0)
@@ -45,3 +46,10 @@ def test_compiled_attention_gives_the_same(pairs: Pairs, dtype: torch.dtype) -> 
         results.append([x.grad, *(p.grad for p in attention.parameters())])
     for eager, compiled in zip(*results, strict=True):
         assert eager is not None and eager.any() and torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_scaling_from_no_length_is_refused(length: int) -> None:
+    with pytest.raises(ConfigError, match="must be above 0") as refused:
+        RopeScaling(original_max_position_embeddings=length)
+    assert refused.value.key == "model.args.rope_scaling_args.original_max_position_embeddings"

@@ -33,6 +33,8 @@ class RopeScaling:
                 "model.args.rope_scaling_args.high_freq_factor",
                 f"must be above low_freq_factor={self.low_freq_factor}, which must be positive",
             )
+        if self.original_max_position_embeddings <= 0:
+            raise ConfigError("model.args.rope_scaling_args.original_max_position_embeddings", "must be above 0")
 
 
 def rope_frequencies(
