@@ -19,11 +19,10 @@ from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
 from torchtitan.distributed.convert import convert_model
 from torchtitan.distributed.spread import Spread, micro_batches, plan_spread
-from torchtitan.distributed.tensor import roles_of
 from torchtitan.errors import ConfigError
 from torchtitan.loss.losses import LOSSES, Loss
 from torchtitan.models.init import find_rule
-from torchtitan.models.spec import MODELS, ModelSpec
+from torchtitan.models.spec import MODELS, ModelSpec, roles_of
 from torchtitan.observe.sinks import SINKS, check_packages
 from torchtitan.optim.groups import OptimizerPlan, check_plan, plan_optimizer
 from torchtitan.optim.schedules import SCHEDULES, Schedule
@@ -63,7 +62,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     spec = MODELS.get(model.name, key="model.name")
     args = resolve_args(spec, model.flavor, model.args)
     converters = [_converter(name, config) for name in model.converters]
-    _check_model(spec, args, converters)
+    shapes = _check_model(spec, args, converters)
     longest = spec.max_seq_len(args)
     if longest is not None and training.seq_len > longest:
         raise ConfigError(
@@ -83,7 +82,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         spread, training.local_batch_size * spread.degrees.readers if rows == -1 else rows, training.local_batch_size
     )
 
-    tokenizer = _bound(TOKENIZERS, config.tokenizer, "tokenizer")(model.hf_assets_path)
+    tokenizer = bound(TOKENIZERS, config.tokenizer, "tokenizer")(model.hf_assets_path)
     bos_id, eos_id = resolve_special_ids(
         tokenizer, add_bos=data.add_bos, add_eos=data.add_eos, bos_id=data.bos_id, eos_id=data.eos_id
     )
@@ -99,7 +98,6 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         weight_decay_exclude=config.optimizer.weight_decay_exclude,
         groups=config.optimizer.groups,
     )
-    shapes = {name: parameter.shape for name, parameter in spec.build_meta(args).named_parameters()}
     check_plan(optimizer, shapes, spec.tied(args))
     return Job(
         config=config,
@@ -110,10 +108,10 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         tokenizer=tokenizer,
         bos_id=bos_id,
         eos_id=eos_id,
-        loss=_bound(LOSSES, config.loss, "loss")(),
+        loss=bound(LOSSES, config.loss, "loss")(),
         converters=converters,
         optimizer=optimizer,
-        schedule=_bound(SCHEDULES, config.lr_scheduler, "lr_scheduler")(
+        schedule=bound(SCHEDULES, config.lr_scheduler, "lr_scheduler")(
             config.lr_scheduler.total_steps or training.steps
         ),
         sinks=_sinks(config),
@@ -202,8 +200,9 @@ def _overlay(values: dict[str, Any], overrides: Mapping[str, Any], key: str) -> 
     return values
 
 
-def _check_model(spec: ModelSpec, args: Any, converters: Sequence[Converter]) -> None:
-    """ConfigError if what a family tells of its model does not fit the model, or converters leave none that fits."""
+def _check_model(spec: ModelSpec, args: Any, converters: Sequence[Converter]) -> dict[str, Sequence[int]]:
+    """Shapes of the model's parameters by name; ConfigError if what a family tells of its model does not fit the model,
+    or converters leave none that fits."""
     model, rules, tied = spec.build_meta(args), spec.init(args), spec.tied(args)
     convert_model(model, converters, tied)
     try:
@@ -213,6 +212,7 @@ def _check_model(spec: ModelSpec, args: Any, converters: Sequence[Converter]) ->
         list(roles_of(model, spec.roles))
     except LookupError as error:
         raise ConfigError("model.name", f"the tables of this family do not fit its model: {error}") from None
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def _check_vocabulary(vocab_size: int, tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
@@ -227,6 +227,6 @@ def _check_vocabulary(vocab_size: int, tokenizer: Tokenizer, bos_id: int | None,
             raise ConfigError(name, f"{token} is outside the model's vocabulary of {vocab_size}")
 
 
-def _bound(registry: Any, section: Any, key: str) -> Any:
+def bound(registry: Any, section: Any, key: str) -> Any:
     """The section's named builder with the section's own options."""
     return registry.bind(section.name, section.model_extra or {}, key=key)

@@ -75,6 +75,7 @@ def train(config: JobConfig) -> int:
 def run(job: Job, folder: Path, started: float) -> int:
     """Train ``job``, leaving in ``folder`` how it ended; returns the exit code."""
     from torchtitan.distributed.world import init_world, set_determinism
+    from torchtitan.resolve import bound
     from torchtitan.trainers import TRAINERS
 
     config, debug = job.config, job.config.debug
@@ -85,10 +86,11 @@ def run(job: Job, folder: Path, started: float) -> int:
                 End.forget(folder)
             world.barrier()
             set_determinism(debug.seed, deterministic=debug.deterministic, warn_only=debug.deterministic_warn_only)
-            keys = config.trainer
-            trainer = TRAINERS.bind(keys.name, keys.model_extra or {}, key="trainer")(job, world)
+            trainer = bound(TRAINERS, config.trainer, "trainer")(job, world)
             if not hasattr(trainer, "state"):
-                raise ConfigError("trainer.name", f"{keys.name!r} gives no torchtitan.trainer.Trainer that is set up")
+                raise ConfigError(
+                    "trainer.name", f"{config.trainer.name!r} gives no torchtitan.trainer.Trainer that is set up"
+                )
             # Only what has loaded is what the folder holds from now on.
             if world.rank == 0:
                 write_config(folder, config)
@@ -143,7 +145,8 @@ def fail(error: BaseException, config: JobConfig, step: int | None) -> int:
 def _hint(error: BaseException | None, config: JobConfig) -> str:
     """What stands behind an error that says only that something did not come in time; empty for any other."""
     while error is not None:
-        if "timed out" in str(error).lower():
+        # Not what a file system or a server of somebody's own says, which is an OSError.
+        if isinstance(error, RuntimeError) and "timed out" in str(error).lower():
             comm = config.comm
             return (
                 f"another rank did not answer within comm.train_timeout_seconds={comm.train_timeout_seconds} "

@@ -3,6 +3,8 @@
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,3 +186,10 @@ def test_public_names_exist() -> None:
         ("torchtitan.trainer", "Trainer"),
     ]:
         assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+
+
+def test_what_is_checked_before_a_run_imports_nothing_that_spreads_a_model() -> None:
+    heavy = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch._dynamo")
+    code = f"import sys, torchtitan.resolve; print([name for name in {heavy} if name in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"

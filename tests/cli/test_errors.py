@@ -26,6 +26,7 @@ def test_who_waited_in_vain_says_so_last(tmp_path: Path, capsys: pytest.CaptureF
     assert last in capsys.readouterr().err
 
 
-def test_any_other_error_is_its_own_last_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("boom"), TimeoutError("the bucket timed out")])
+def test_any_other_error_is_its_own_last_line(tmp_path: Path, error: Exception) -> None:
     (tmp_path / "run").mkdir()
-    assert failed_with(RuntimeError("boom"), tmp_path).strip().splitlines()[-1] == "RuntimeError: boom"
+    assert failed_with(error, tmp_path).strip().splitlines()[-1] == f"{type(error).__name__}: {error}"

@@ -11,7 +11,6 @@ from torch import nn
 from torchtitan.data.batch import IGNORE_INDEX
 from torchtitan.distributed.pipeline import prune
 from torchtitan.distributed.stages import split_stages
-from torchtitan.distributed.tensor import roles_of
 from torchtitan.errors import ConfigError
 from torchtitan.models.huggingface import (
     TensorTable,
@@ -22,7 +21,7 @@ from torchtitan.models.huggingface import (
     to_huggingface,
 )
 from torchtitan.models.init import find_rule
-from torchtitan.models.spec import MODELS, ModelSpec
+from torchtitan.models.spec import MODELS, ModelSpec, roles_of
 
 FAMILIES = MODELS.names()
 WITH_TWIN = [name for name in FAMILIES if MODELS.get(name).huggingface is not None]

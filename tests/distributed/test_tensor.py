@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 from tests.launch import run_ranks
 from torchtitan.distributed.gradients import sum_gradients
 from torchtitan.distributed.spread import check_tensor
-from torchtitan.distributed.tensor import apply_tensor_parallel, roles_of, tensor_seams
+from torchtitan.distributed.tensor import apply_tensor_parallel, tensor_seams
 from torchtitan.distributed.topology import Degrees
 from torchtitan.distributed.world import World
 from torchtitan.errors import ConfigError
 from torchtitan.loss.losses import LOSSES
-from torchtitan.models.spec import Divisible, Role
+from torchtitan.models.spec import Divisible, Role, roles_of
 
 
 class Biased(nn.Module):

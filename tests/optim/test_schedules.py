@@ -1,6 +1,7 @@
 """Shapes of the schedules beyond the curves that tests/peers compares with TorchTitan."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -66,11 +67,22 @@ def test_restarts_of_a_cosine_are_sgdr() -> None:
     )
 
 
-def test_no_restart_is_the_curve_without() -> None:
-    for shape in ("linear", "sqrt", "cosine", "constant", "exponential"):
-        options = {"warmup_steps": 3, "decay_ratio": 0.3, "decay_type": shape}
-        plain, other = schedule(50, **options), schedule(50, **options, restarts=[])
-        assert [plain(step) for step in range(1, 60)] == [other(step) for step in range(1, 60)]
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("linear", lambda x: 1 - x),
+        ("sqrt", lambda x: 1 - math.sqrt(x)),
+        ("cosine", lambda x: 0.5 * (1 + math.cos(math.pi * x))),
+        ("constant", lambda x: 1.0),
+        ("exponential", lambda x: 2 * 0.5**x - 1),
+    ],
+)
+def test_without_restarts_there_is_one_curve(shape: str, expected: Callable[[float], float]) -> None:
+    """Of 50 steps 3 warm up and the last 15 decay, to a floor one step after them."""
+    factor = schedule(50, warmup_steps=3, decay_ratio=0.3, decay_type=shape, restarts=[])
+    assert [factor(step) for step in range(1, 4)] == [1 / 3, 2 / 3, 1.0]
+    assert {factor(step) for step in range(3, 37)} == {1.0}
+    assert [factor(step) for step in range(37, 60)] == [expected(min((step - 36) / 15, 1.0)) for step in range(37, 60)]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     settings: Settings = {}
     notes: list[str] = []
     try:
+        for name, text in os.environ.items():
+            hide(name, text)
         overrides = parse_overrides(argv)
         _hide_secrets(overrides)
         lay_over(settings, [entry for entry in overrides if entry[0] == _CONFIG_FILE], COMMAND_LINE, notes)
@@ -76,9 +78,7 @@ def describe_error(error: ConfigError, config: JobConfig | None = None) -> str:
 
 
 def _hide_secrets(layer: Iterable[tuple[Path, Any]]) -> None:
-    """Hide from now on, in all that is shown and written, the secrets of one source and of the environment."""
-    for name, text in os.environ.items():
-        hide(name, text)
+    """Hide from now on, in all that is shown and written, the secrets of one source."""
     for path, value in layer:
         key = ".".join(path)
         hide(key, value)

@@ -7,8 +7,7 @@ family, in ``models/``.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from torchtitan.distributed.collectives import gather_dim, max_alike, scatter_di
 from torchtitan.distributed.gradients import local_part, sum_gradients
 from torchtitan.errors import ConfigError
 from torchtitan.loss.losses import Loss, VocabularyPart
-from torchtitan.models.spec import Role
+from torchtitan.models.spec import Role, roles_of
 
 TOKENS = 1
 """The dimension of ``[batch, seq, features]`` that is spread between blocks."""
@@ -157,24 +156,6 @@ _FORWARD: Mapping[Role, Callable[[nn.Module, DeviceMesh, bool], None]] = {
     "row": _row,
     "head": _head,
 }
-
-
-def roles_of(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[str, Role]]:
-    """The modules of ``model`` that have something to do, each with its role: those with parameters, of which a part of
-    a model may lack some, and those that gather. LookupError where a role is missing."""
-    for name, module in model.named_modules():
-        role = next((role for pattern, role in roles.items() if _matches(name, pattern)), None)
-        has_parameters = next(module.parameters(recurse=False), None) is not None
-        if role is not None and (has_parameters or role == "gather"):
-            yield name, role
-        if has_parameters and role in (None, "gather"):
-            raise LookupError(f"no role matches module {name!r}, which has parameters; patterns: {', '.join(roles)}")
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Part by part, so that a star stands for one name."""
-    names, patterns = name.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
 def tensor_seams(loss: Loss, mesh: DeviceMesh, vocab_size: int, *, spread_logits: bool) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 No family stands here, and nothing about how a model is spread over devices.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -47,6 +48,24 @@ Role = Literal["embedding", "norm", "head_norm", "gather", "column", "row", "hea
 spread: "embedding" looks tokens up, rows of its table apart; "norm" works on each token by itself, "head_norm" on each
 head of ``[batch, seq, heads, head_dim]``; "gather" needs all tokens of a sequence; "column" holds some of the outputs
 of a linear map and "row" some of its inputs; "head" is a column whose outputs are the logits."""
+
+
+def roles_of(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[str, Role]]:
+    """The modules of ``model`` that have something to do, each with its role: those with parameters, of which a part of
+    a model may lack some, and those that gather. LookupError where a role is missing."""
+    for name, module in model.named_modules():
+        role = next((role for pattern, role in roles.items() if _matches(name, pattern)), None)
+        has_parameters = next(module.parameters(recurse=False), None) is not None
+        if role is not None and (has_parameters or role == "gather"):
+            yield name, role
+        if has_parameters and role in (None, "gather"):
+            raise LookupError(f"no role matches module {name!r}, which has parameters; patterns: {', '.join(roles)}")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Part by part, so that a star stands for one name."""
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
 @dataclass(frozen=True)

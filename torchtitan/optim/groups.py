@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -146,7 +147,9 @@ def plan_optimizer(
     return OptimizerPlan([*planned, Group("optimizer", None, name, builder, lr, weight_decay_exclude)])
 
 
-def check_plan(plan: OptimizerPlan, shapes: Mapping[str, Sequence[int]], tied: Mapping[str, str] | None = None) -> None:
+def check_plan(
+    plan: OptimizerPlan, shapes: Mapping[str, Sequence[int]], tied: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """ConfigError for a pattern that takes no parameter of the model, or for an optimizer that does not take what it
     gets, or keeps what a checkpoint cannot.
 
@@ -155,9 +158,9 @@ def check_plan(plan: OptimizerPlan, shapes: Mapping[str, Sequence[int]], tied: M
     """
     *by_pattern, rest = plan.groups
     owner_of = {name: plan.group_of(name) for name in shapes}
-    _check_exist("optimizer.weight_decay_exclude", rest.excluded, shapes, tied or {})
+    _check_exist("optimizer.weight_decay_exclude", rest.excluded, shapes, tied)
     for group in by_pattern:
-        _check_exist(f"{group.key}.pattern", group.patterns or (), shapes, tied or {})
+        _check_exist(f"{group.key}.pattern", group.patterns or (), shapes, tied)
         for pattern in group.patterns or ():
             owners = {name: owner_of[name].key for name in fnmatch.filter(shapes, pattern)}
             if group.key not in owners.values():
