@@ -1,0 +1,83 @@
+"""What a complete step says of itself: its files with their sizes and hashes, and the numbers of the run.
+
+Which folder is a step, and which are kept, is in ``storage.py``.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from upath import UPath
+
+from torchtitan.checkpoint.places import FileRecord, storage_errors, write_durably
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used, or could not be written: which, why, and what to do."""
+
+
+class NewerFormat(CheckpointError):
+    """A checkpoint of a version of this program that came later: whole, and nothing to pass over."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``state`` is JSON: numbers of the run that are no tensors. Of an export ``step`` is the one it was made at."""
+
+    step: int
+    state: Mapping[str, Any]
+    files: Mapping[str, FileRecord]
+    format: int = FORMAT
+
+    def write(self, folder: UPath) -> None:
+        content = asdict(self)
+        write_durably(folder / MANIFEST, json.dumps({**content, "sha256": _json_sha256(content)}, indent=1) + "\n")
+
+    @staticmethod
+    def read(folder: UPath) -> "Manifest":
+        """CheckpointError if there is none or it cannot be read, NewerFormat if this program is too old for it."""
+        try:
+            with storage_errors(folder):
+                raw = json.loads((folder / MANIFEST).read_text())
+            own_sha256 = raw.pop("sha256")
+            version = raw["format"]
+            if version == FORMAT:
+                if own_sha256 != _json_sha256(raw):
+                    raise CheckpointError(f"{folder / MANIFEST} was changed after it was written")
+                files = {name: FileRecord(**record) for name, record in raw["files"].items()}
+                return Manifest(raw["step"], raw["state"], files, version)
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error!r}") from None
+        raise NewerFormat(f"{folder} has format {version}, and this version reads format {FORMAT}; update torchtitan")
+
+
+def damage(folder: UPath, manifest: Manifest, names: Iterable[str], *, content: bool = True) -> str | None:
+    """What is wrong with the first bad one of the files ``names``, or None: their sizes, and if asked their
+    ``content``, are compared with the manifest."""
+    return next(damages(folder, manifest, names, content=content), None)
+
+
+def damages(folder: UPath, manifest: Manifest, names: Iterable[str], *, content: bool = True) -> Iterator[str]:
+    """What is wrong with each bad one of the files ``names``."""
+    for name in names:
+        path, expected = folder / name, manifest.files[name]
+        try:
+            with storage_errors(folder):
+                size = path.stat().st_size
+            if size != expected.bytes:
+                yield f"{path} has {size} bytes, the manifest says {expected.bytes}"
+            elif content and FileRecord.of(path).sha256 != expected.sha256:
+                yield f"{path} was changed after it was written (its SHA-256 is not the manifest's)"
+        except OSError as error:
+            yield f"{path} cannot be read: {error.strerror or error}"
+
+
+def _json_sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,154 @@
+"""Where checkpoints lie: a folder on a file system, or a URL such as s3://bucket/run, both by pathlib's methods.
+
+What the files mean is not known here. Names with ``://`` go through fsspec; credentials and endpoints are those that
+the environment gives its file systems, and nothing is cached between two looks.
+"""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from upath import UPath
+
+from torchtitan.errors import ConfigError
+
+_BLOCK = 1 << 20
+
+
+def place(name: str, *, base: str | os.PathLike[str] = "", key: str) -> UPath:
+    """The folder that ``name`` means: a URL as it is, else a path below ``base``; ConfigError, on ``key``, for a URL
+    that nothing here can open."""
+    if "://" not in name:
+        return UPath(pathlib.Path(base) / name)
+    url = urlsplit(name)
+    if url.scheme in ("file", "local"):
+        return UPath(url.path)
+    if url.username or url.password:
+        raise ConfigError(key, "credentials do not belong into a URL; give them to the file system by its environment")
+    try:
+        found = UPath(name, use_listings_cache=False)
+        found.exists()
+    except ImportError as error:
+        raise ConfigError(key, f"{url.scheme}:// needs a package that is not installed: {one_line(error)}") from None
+    except ValueError as error:
+        raise ConfigError(key, f"no file system is known for {url.scheme}:// ({one_line(error)})") from None
+    except Exception as error:  # whatever a server or a client of one says
+        raise ConfigError(key, f"{name} cannot be reached: {one_line(error)}") from None
+    return found
+
+
+def is_local(path: UPath) -> bool:
+    """Whether ``path`` lies on a file system of this machine, where names change at once and content is flushed."""
+    return isinstance(path, pathlib.Path)
+
+
+@contextlib.contextmanager
+def storage_errors(path: UPath) -> Iterator[None]:
+    """Within, what a remote storage reports in its own terms is an OSError, as it is on a file system."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        library = type(error).__module__.partition(".")[0]
+        if is_local(path) or library in ("builtins", "torch", "torchtitan"):
+            raise
+        raise OSError(f"{path}: {one_line(error)}") from error
+
+
+def check_remote(folder: UPath, key: str) -> None:
+    """ConfigError, on ``key``, if nothing can be written below a remote ``folder``; leaves nothing there."""
+    probe = folder / f".probe-{uuid4().hex}"
+    try:
+        probe.write_bytes(b"")
+        probe.unlink()
+    except Exception as error:  # whatever a server or a client of one says
+        raise ConfigError(key, f"{folder} cannot be written to ({one_line(error)})") from None
+
+
+def free_bytes(folder: UPath) -> int | None:
+    """Room that is left where ``folder`` lies; None where nobody knows."""
+    if not is_local(folder):
+        return None
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def write_durably(path: UPath, text: str) -> None:
+    """Replace ``path`` by ``text`` so that a crash leaves the old content or the new."""
+    if not is_local(path):
+        with storage_errors(path):
+            path.write_text(text)
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: UPath) -> None:
+    """Wait until the folder's entries are on the disk."""
+    if not is_local(path):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(folder: UPath, *, first: str) -> None:
+    """Delete ``folder`` and all below it, if it is there; the file ``first`` before all others."""
+    with storage_errors(folder):
+        (folder / first).unlink(missing_ok=True)
+        if is_local(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        elif folder.exists():
+            folder.fs.rm(folder.path, recursive=True)
+
+
+def move(folder: UPath, target: UPath, *, first: str) -> None:
+    """Rename ``folder``. Where that is no single act, the file ``first`` vanishes before the others, once all of them
+    have been copied."""
+    if is_local(folder):
+        folder.rename(target)
+        return
+    with storage_errors(folder):
+        folder.fs.copy(folder.path, target.path, recursive=True)
+        remove(folder, first=first)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and content of one file."""
+
+    bytes: int
+    sha256: str
+
+    @staticmethod
+    def of(path: UPath) -> "FileRecord":
+        digest, size = hashlib.sha256(), 0
+        with storage_errors(path), path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+                size += len(block)
+        return FileRecord(size, digest.hexdigest())
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def share(names: Iterable[str], rank: int, ranks: int) -> list[str]:
+    """The file names that ``rank`` looks after."""
+    return sorted(names)[rank::ranks]
