@@ -5,6 +5,8 @@ Nothing is built here that computes or writes; the trainer builds from what stan
 
 import dataclasses
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from upath import UPath
 
-from torchtitan.checkpoint.storage import CheckpointError, Manifest, StepFolders, damage, find_step
+from torchtitan.checkpoint.manifest import CheckpointError, Manifest, damage
+from torchtitan.checkpoint.places import check_remote, is_local, place
+from torchtitan.checkpoint.storage import StepFolders, find_step, is_complete, step_folders
 from torchtitan.config import JobConfig
 from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
@@ -139,11 +144,20 @@ def _sinks(config: JobConfig) -> dict[str, partial[Any]]:
     return {name: SINKS.bind(name, own, key=f"metrics.sink_args.{name}") for name, own in options.items()}
 
 
+def checkpoint_folders(config: JobConfig) -> StepFolders:
+    """Where the run's steps lie."""
+    return step_folders(place(config.checkpoint.folder, base=config.job.dump_folder, key="checkpoint.folder"))
+
+
 def _check_checkpoints(config: JobConfig) -> None:
-    keys = config.checkpoint
-    folder = Path(config.job.dump_folder) / keys.folder
-    check_folder(folder, "checkpoint.folder")
-    if keys.initial_load_path is not None and not StepFolders(folder).steps():
+    keys, folders = config.checkpoint, checkpoint_folders(config)
+    if is_local(folders.root):
+        check_folder(Path(str(folders.root)), "checkpoint.folder")
+    elif os.environ.get("RANK", "0") == "0":  # one look is enough
+        check_remote(folders.root, "checkpoint.folder")
+    if keys.async_mode == "async_with_pinned_mem" and sys.platform != "linux":
+        raise ConfigError("checkpoint.async_mode", 'memory is shared with a process on Linux only; take "async"')
+    if keys.initial_load_path is not None and not folders.steps():
         find_step(keys.initial_load_path)
 
 
@@ -152,14 +166,15 @@ def finished_step(config: JobConfig) -> int | None:
     keys = config.checkpoint
     if not keys.enable or keys.load_step != -1:
         return None
-    folders = StepFolders(Path(config.job.dump_folder) / keys.folder)
+    folders = checkpoint_folders(config)
     for step in folders.steps()[-1:]:
         if step >= config.training.steps and not _damaged(folders.path(step)):
-            return step
+            exports = keys.last_save_model_only or keys.last_save_in_hf
+            return step if not exports or keys.load_only or is_complete(folders.export(step)) else None
     return None
 
 
-def _damaged(folder: Path) -> bool:
+def _damaged(folder: UPath) -> bool:
     """Whether a file of the step is missing or has another size; what is in them is looked at when they are loaded."""
     try:
         manifest = Manifest.read(folder)

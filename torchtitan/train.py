@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan import __version__
-from torchtitan.checkpoint.storage import CheckpointError
+from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.config import ConfigError, JobConfig, describe_error, help_text, load_config, to_toml
 from torchtitan.log import init_logger, logger
 from torchtitan.platforms import check_platform, check_processes

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from torchtitan import __version__
 from torchtitan.checkpoint.checkpointer import Checkpointer
+from torchtitan.checkpoint.loader import Loader
+from torchtitan.checkpoint.numbers import Numbers
+from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.config import to_toml
 from torchtitan.data.batch import Batch
 from torchtitan.data.loader import build_loader
@@ -33,7 +36,7 @@ from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_
 from torchtitan.observe.metrics import Metrics, StepStats
 from torchtitan.observe.sinks import RunFiles, build_sinks
 from torchtitan.resilience.guard import GarbageCollection, StopRequest
-from torchtitan.resolve import Job
+from torchtitan.resolve import Job, checkpoint_folders
 from torchtitan.state import DataPosition, ModelFacts, OptimizerFacts, ScheduleStart, TrainState
 
 
@@ -75,9 +78,7 @@ class Trainer:
 
         self.state, self.schedule_start = TrainState(), ScheduleStart()
         self.position = DataPosition(rows.fingerprint)
-        self.checkpointer = self._build_checkpointer() if config.checkpoint.enable else None
-        if self.checkpointer is not None:
-            self._load(self.checkpointer)
+        self.checkpointer = self._load() if config.checkpoint.enable else None
         self._settle_batch_size()
         self.micro_batches = self._count_micro_batches()
         self.loader = build_loader(
@@ -148,7 +149,12 @@ class Trainer:
             if stopping:
                 break
             num_valid = counted / self.topology.degrees.copies
-            loss, norm = self.train_step(rows, max(num_valid, 1.0))
+            try:
+                loss, norm = self.train_step(rows, max(num_valid, 1.0))
+            except NonFiniteError:  # on all ranks alike: what is being written is from before it
+                if self.checkpointer is not None:
+                    self.checkpointer.finish()
+                raise
             state.tokens_seen += state.global_batch_size * config.training.seq_len
             self.position.next_row += state.global_batch_size
             clock.steps += 1
@@ -163,11 +169,15 @@ class Trainer:
         collection.close()
         if self.checkpointer is not None:
             self.checkpointer.save(state.step, last=True)
+            if state.step >= self.steps:
+                self.checkpointer.export(state.step)
         return state.step >= self.steps
 
     def close(self) -> None:
         """Release loader workers and sinks."""
         self.loader.close()
+        if self.checkpointer is not None:
+            self.checkpointer.close()
         if self.metrics is not None:
             self.metrics.close()
 
@@ -186,38 +196,32 @@ class Trainer:
         )
         return ConcatRows(tokens, seq_len=job.config.training.seq_len, shuffle=data.shuffle, seed=job.config.debug.seed)
 
-    def _build_checkpointer(self) -> Checkpointer:
+    def _load(self) -> Checkpointer:
+        """Go on from what is saved; returns what saves from now on."""
         config = self.job.config
-        keys = config.checkpoint
         names = [name for name, _ in self.job.spec.build_meta(self.job.args).named_parameters()]
-        return Checkpointer(
-            Path(config.job.dump_folder) / keys.folder,
-            self.world,
-            parameters=self.runner.named_parameters,
-            names=names,
-            optimizer=self.optimizer,
-            numbers={
-                "model": ModelFacts(json.loads(json.dumps(asdict(self.job.args)))),
-                "optimizer": OptimizerFacts(config.optimizer.name, self.job.optimizer.optimizers(names)),
-                "train_state": self.state,
-                "dataloader": self.position,
-                "lr_scheduler": self.schedule_start,
-            },
-            config_toml=to_toml(config),
-            interval=keys.interval,
-            keep_latest=keys.keep_latest_k,
-            first_step=keys.enable_first_step_checkpoint,
-            load_only=keys.load_only,
-            exclude=keys.exclude_from_loading,
-        )
-
-    def _load(self, checkpointer: Checkpointer) -> None:
-        keys = self.job.config.checkpoint
-        anew = checkpointer.load(
-            keys.load_step, keys.initial_load_path, initial_model_only=keys.initial_load_model_only
-        )
-        if "lr_scheduler" in anew:
+        folders, tensors = checkpoint_folders(config), Tensors(self.runner.named_parameters, names, self.optimizer)
+        numbers: dict[str, Numbers] = {
+            "model": ModelFacts(json.loads(json.dumps(asdict(self.job.args)))),
+            "optimizer": OptimizerFacts(config.optimizer.name, self.job.optimizer.optimizers(names)),
+            "train_state": self.state,
+            "dataloader": self.position,
+            "lr_scheduler": self.schedule_start,
+        }
+        keys = config.checkpoint
+        start = Loader(folders, self.world, tensors=tensors, numbers=numbers, keys=keys).load()
+        if "lr_scheduler" in start.anew:
             self.schedule_start.after_step = self.state.step
+        return Checkpointer(
+            folders,
+            self.world,
+            tensors=tensors,
+            numbers=numbers,
+            config_toml=to_toml(config),
+            keys=keys,
+            saved=start.step,
+            start={"excluded": keys.exclude_from_loading, "went_back_to": start.went_back_to},
+        )
 
     def _settle_batch_size(self) -> None:
         """The global batch is the configuration's, else the checkpoint's, else one local batch for every reader."""

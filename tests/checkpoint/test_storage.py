@@ -4,38 +4,37 @@ import json
 from pathlib import Path
 
 import pytest
+from upath import UPath
 
-from torchtitan.checkpoint.storage import (
-    FORMAT,
-    MANIFEST,
-    CheckpointError,
-    FileRecord,
-    Manifest,
-    StepFolders,
-    damage,
-    share,
-)
+from torchtitan.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, Manifest, damage
+from torchtitan.checkpoint.places import FileRecord, share
+from torchtitan.checkpoint.storage import StepFolders
 
 
 def write(folders: StepFolders, step: int, content: bytes = b"weights") -> None:
-    folder = folders.prepare(step)
+    folder = prepare(folders, step)
     (folder / "a.bin").write_bytes(content)
     (folder / "b.bin").write_bytes(b"more")
     files = {name: FileRecord.of(folder / name) for name in ("a.bin", "b.bin")}
     Manifest(step, {"train_state": {"step": step}}, files).write(folder)
-    folders.commit(step)
+    folders.commit(folders.path(step))
+
+
+def prepare(folders: StepFolders, step: int) -> UPath:
+    folders.prepare(folders.path(step))
+    return folders.partial(folders.path(step))
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> StepFolders:
-    return StepFolders(tmp_path / "checkpoint")
+    return StepFolders(UPath(tmp_path) / "checkpoint")
 
 
 def test_only_complete_steps_count(folders: StepFolders) -> None:
     assert folders.steps() == []
     for step in (5, 10, 100):
         write(folders, step)
-    folders.prepare(15)  # killed while it wrote
+    prepare(folders, 15)  # killed while it wrote
     folders.path(20).mkdir()  # no manifest
     (folders.root / "step-x").mkdir()
     (folders.root / "step-25").write_text("a file")
@@ -88,7 +87,8 @@ def test_a_newer_format_is_refused(folders: StepFolders) -> None:
 def test_a_step_is_replaced_at_once_or_not_at_all(folders: StepFolders, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folders, 5, b"old")
     renames: list[str] = []
-    rename = Path.rename
+    local = type(folders.root)
+    rename = local.rename
 
     def stop_after_one(self: Path, target: Path) -> Path:
         renames.append(self.name)
@@ -96,13 +96,13 @@ def test_a_step_is_replaced_at_once_or_not_at_all(folders: StepFolders, monkeypa
             raise KeyboardInterrupt
         return rename(self, target)
 
-    folder = folders.prepare(5)
+    folder = prepare(folders, 5)
     (folder / "a.bin").write_bytes(b"new")
     Manifest(5, {}, {"a.bin": FileRecord.of(folder / "a.bin")}).write(folder)
-    monkeypatch.setattr(Path, "rename", stop_after_one)
+    monkeypatch.setattr(local, "rename", stop_after_one)
     with pytest.raises(KeyboardInterrupt):
-        folders.commit(5)
-    monkeypatch.setattr(Path, "rename", rename)
+        folders.commit(folders.path(5))
+    monkeypatch.setattr(local, "rename", rename)
     assert folders.steps() == []
     folders.recover()
     assert folders.steps() == [5]
@@ -115,7 +115,7 @@ def test_a_step_is_replaced_at_once_or_not_at_all(folders: StepFolders, monkeypa
 def test_retention_keeps_the_newest_and_sweeps_leftovers(folders: StepFolders) -> None:
     for step in (5, 10, 15, 20):
         write(folders, step)
-    folders.prepare(17)
+    prepare(folders, 17)
     folders.retain(0)
     assert folders.steps() == [5, 10, 15, 20]
     folders.retain(2)

@@ -1,264 +1,266 @@
-"""Saves a run's parts at the steps that ask for it, and finds where to go on.
+"""Saves a run's parts at the steps that ask for it, beside training if that is wanted.
 
-Folders, completeness and retention are in ``storage.py``, weights and optimizer states in ``tensors.py``. Numbers go
-into the manifest as JSON.
+What is loaded at the start is in ``loader.py``; folders, completeness and retention in ``storage.py``; how bytes get
+into files in ``background.py``. Ranks talk to each other on the training thread only, a number a step while a save is
+in flight: what takes time runs elsewhere, and no rank waits in a collective for a storage.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from upath import UPath
 
-from torchtitan.checkpoint.storage import (
-    MANIFEST,
-    METADATA,
-    CheckpointError,
-    FileRecord,
-    Manifest,
-    NewerFormat,
-    StepFolders,
-    damage,
-    find_step,
-    share,
-    sync_file,
-    write_durably,
-)
-from torchtitan.checkpoint.tensors import copy_state, read_tensors, write_tensors
+from torchtitan.checkpoint.background import BESIDE_TRAINING, DirectWriter, Failure, Task, Writer, attempt
+from torchtitan.checkpoint.dcp import Written, global_plans, local_plan, nbytes, write_metadata
+from torchtitan.checkpoint.manifest import CheckpointError, Manifest
+from torchtitan.checkpoint.numbers import Numbers
+from torchtitan.checkpoint.places import FileRecord, free_bytes, write_durably
+from torchtitan.checkpoint.storage import StepFolders, is_complete
+from torchtitan.checkpoint.tensors import Tensors
+from torchtitan.config.schema import Checkpoint
 from torchtitan.distributed.world import World
-from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
+_POLL_SECONDS = 0.05
+_SPARE_BYTES = 16 << 20  # for what is written beside the tensors
 
-class Numbers(Protocol):
-    """A part whose state is JSON. ``load_state_dict`` raises ConfigError where it does not fit the configuration."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+@dataclass(frozen=True)
+class _Plan:
+    """Which tensors this rank writes of those it holds, and on rank 0 the index of all."""
+
+    held: SavePlan
+    share: SavePlan
+    index: Metadata | None
+
+
+@dataclass
+class _Save:
+    """A folder that is being written: by ``task`` this rank's share, then on rank 0 what makes it ``complete``; after a
+    ``failure`` its removal."""
+
+    step: int
+    name: str
+    folder: UPath
+    task: Task[Any]
+    complete: Callable[[Sequence[Any]], None]
+    last: bool
+    began: float
+    written: bool = False
+    failure: Failure | None = None
 
 
 class Checkpointer:
-    """The parts of a run and the folder that holds their steps.
+    """Saves ``tensors`` and ``numbers`` of a run into ``folders`` as the keys of ``[checkpoint]`` say.
 
-    ``parameters`` are those of this rank, and ``names`` those of the whole model; a name that comes twice has two
-    copies, which stay equal. ``optimizer`` updates them; ``numbers`` are the other parts by name, and whatever of
-    "model" and "optimizer" is no tensor. All methods are called by all ranks together.
+    ``saved`` is the step that was loaded and need not be saved again, ``start`` what a restart of the same command must
+    not do a second time. All methods are called by all ranks together, on the training thread.
     """
 
     def __init__(
         self,
-        root: Path,
+        folders: StepFolders,
         world: World,
         *,
-        parameters: Sequence[tuple[str, Tensor]],
-        names: Sequence[str],
-        optimizer: torch.optim.Optimizer,
+        tensors: Tensors,
         numbers: Mapping[str, Numbers],
         config_toml: str,
-        interval: int,
-        keep_latest: int,
-        first_step: bool,
-        load_only: bool,
-        exclude: Sequence[str],
+        keys: Checkpoint,
+        saved: int | None,
+        start: Mapping[str, Any],
     ) -> None:
-        self._folders = StepFolders(root)
+        self._folders = folders
         self._world = world
-        self._parameters: dict[str, Tensor] = {}
-        self._twins = [(first, p) for name, p in parameters if (first := self._parameters.setdefault(name, p)) is not p]
-        self._names = names
-        self._optimizer = optimizer
+        self._tensors = tensors
         self._numbers = numbers
         self._config_toml = config_toml
-        self._interval = interval
-        self._keep_latest = keep_latest
-        self._first_step = first_step
-        self._load_only = load_only
-        self._exclude = list(exclude)
-        self._saved: int | None = None
-        self._went_back_to: int | None = None
-
-    # Saving
+        self._keys = keys
+        self._saved = saved
+        self._start = start
+        self._direct: Writer = DirectWriter()
+        beside = None if keys.load_only else BESIDE_TRAINING.get(keys.async_mode)
+        self._writer = self._direct if beside is None else beside()
+        self._plans: dict[str, _Plan] = {}
+        self._save: _Save | None = None
 
     def save(self, step: int, *, last: bool = False) -> None:
-        """Save after ``step`` if one is due. A step that cannot be written is told and tried again at the next one due;
-        the ``last`` one raises CheckpointError."""
-        due = last or step % self._interval == 0 or (self._first_step and step == 1)
-        if self._load_only or not due or step in (0, self._saved):
-            return
-        folder = self._folders.partial(step)
-        cause = self._together(lambda: self._folders.prepare(step), only_rank_0=True)
-        cause = cause or self._together(lambda: write_tensors(folder, self._parameters, self._optimizer))
-        cause = cause or self._write_manifest(step)
-        if cause is None:
-            self._saved = step
-            logger.info(f"saved step {step} in {self._folders.path(step)}")
-            return
-        if self._world.rank == 0:
-            self._folders.discard(step)
-        message = f"step {step} could not be saved in {self._folders.root}: {cause}"
+        """Save after ``step`` if one is due; the ``last`` one is waited for.
+
+        One that is due while another is in flight is skipped with a warning. A storage that fails costs that save, told
+        and tried again at the next one due; if it was the last one, and for any other error, CheckpointError.
+        """
+        self._advance()
+        keys = self._keys
+        due = last or step % keys.interval == 0 or (keys.enable_first_step_checkpoint and step == 1)
         if last:
+            self.finish()
+        if keys.load_only or not due or step in (0, self._saved):
+            return
+        if self._save is not None:
+            seconds = time.monotonic() - self._save.began
+            logger.warning(
+                f"step {step} is not saved: {self._save.name} is still being written after {seconds:.0f} s; "
+                "the next save is tried as usual"
+            )
+            return
+        state = {name: part.state_dict() for name, part in self._numbers.items()}
+        self._begin_tensors(step, self._folders.path(step), self._tensors.state(), state | {"start": self._start}, last)
+        if last or self._writer is self._direct:
+            self.finish()
+
+    def export(self, step: int) -> None:
+        """Leave the weights of the saved ``step`` alone beside it if the keys say so and they are not there yet;
+        CheckpointError if that fails."""
+        keys, folder = self._keys, self._folders.export(step)
+        wanted = keys.last_save_model_only and not keys.load_only
+        if not wanted or self._world.gather(is_complete(folder))[0]:
+            return
+        state = {"model": self._numbers["model"].state_dict()}
+        dtype = getattr(torch, keys.export_dtype)
+        self._begin_tensors(step, folder, self._tensors.weights, state, last=True, dtype=dtype)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save in flight; CheckpointError if ``checkpoint.save_timeout_seconds`` pass."""
+        pause, tell_after = _POLL_SECONDS, 30.0
+        self._advance()
+        while (save := self._save) is not None:
+            time.sleep(pause)
+            self._advance()
+            (waited,) = self._world.max([time.monotonic() - save.began])
+            if self._save is save and waited > self._keys.save_timeout_seconds:
+                raise CheckpointError(
+                    f"{save.name} is still being written to {self._folders.root} after "
+                    f"checkpoint.save_timeout_seconds={self._keys.save_timeout_seconds}; complete steps are untouched"
+                )
+            if waited > tell_after:
+                logger.info(f"{save.name} is still being written to {self._folders.root} after {waited:.0f} s")
+                pause, tell_after = 10 * _POLL_SECONDS, 2 * tell_after
+
+    def close(self) -> None:
+        """Release what writes; nothing is in flight any more."""
+        self._writer.close()
+
+    # Begin on all ranks, write on each, complete on rank 0
+
+    def _begin_tensors(
+        self,
+        step: int,
+        folder: UPath,
+        tensors: Mapping[str, Any],
+        state: Mapping[str, Any],
+        last: bool,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        held, resolve = local_plan(tensors, dtype=dtype)
+        plan = self._agree_on(held, "export" if dtype else "step")
+        writer = self._direct if last else self._writer
+
+        def begin() -> Callable[[], Written]:
+            writer.prepare(plan.share, resolve)
+            return lambda: writer.write(self._folders.partial(folder))
+
+        def index(shares: Sequence[Written]) -> Mapping[str, FileRecord]:
+            assert plan.index is not None
+            files = write_metadata(self._folders.partial(folder), plan.index, shares)
+            return {name: file for share in shares for name, file in share.files.items()} | files
+
+        self._begin(step, folder, nbytes(plan.share), begin, index, state, last)
+
+    def _agree_on(self, held: SavePlan, kind: str) -> _Plan:
+        """Which rank writes what, worked out anew only if some rank holds other tensors than the last time."""
+        known = self._plans.get(kind)
+        (changed,) = self._world.sum([float(known is None or known.held != held)])
+        if not changed:
+            assert known is not None
+            return known
+        shares, index = None, None
+        if (everyones := self._world.gather_to_first(held)) is not None:
+            shares, index = global_plans(everyones)
+        self._plans[kind] = _Plan(held, self._world.scatter(shares), index)
+        return self._plans[kind]
+
+    def _begin(
+        self,
+        step: int,
+        folder: UPath,
+        bytes_to_write: int,
+        begin: Callable[[], Callable[[], Any]],
+        index: Callable[[Sequence[Any]], Mapping[str, FileRecord]],
+        state: Mapping[str, Any],
+        last: bool,
+    ) -> None:
+        began, folders, name = time.monotonic(), self._folders, folder.name.replace("-", " ")
+        unnamed = folders.partial(folder)
+        (total,) = self._world.sum([float(bytes_to_write)])
+
+        def prepare() -> None:
+            free = free_bytes(folders.root)
+            if free is not None and free < total + _SPARE_BYTES:
+                raise OSError(f"it needs {_gib(total)} and there are {_gib(free)} left on the disk")
+            folders.prepare(folder)
+
+        def complete(shares: Sequence[Any]) -> None:
+            files = dict(index(shares))
+            write_durably(unnamed / "config.toml", self._config_toml)
+            files["config.toml"] = FileRecord.of(unnamed / "config.toml")
+            Manifest(step, state, files).write(unnamed)
+            folders.commit(folder)
+            # What is saved stays so, whatever becomes of older ones.
+            removal = attempt(lambda: folders.retain(self._keys.keep_latest_k, self._keys.keep_every_n_steps))
+            if isinstance(removal, Failure):
+                logger.warning(f"older steps in {folders.root} could not be removed: {removal.message}")
+
+        failure = self._first_failure(attempt(prepare) if self._world.rank == 0 else None)
+        if failure is not None:
+            self._tell(name, failure, last)
+            return
+        write = begin()
+        waits = last or self._writer is self._direct
+        self._save = _Save(step, name, folder, Task(write, low_priority=not waits), complete, last, began)
+
+    def _advance(self) -> None:
+        """Let the save in flight take its next turn, once all ranks are through with the last one."""
+        while (save := self._save) is not None:
+            (done,) = self._world.sum([float(save.task.done())])
+            if done < self._world.size:
+                return
+            outcome = save.task.outcome()
+            failure = self._first_failure(outcome)
+            if save.failure is not None:  # and what was written of it is removed
+                self._save = None
+                self._tell(save.name, save.failure, save.last)
+            elif failure is not None:
+                save.failure = failure
+                save.task = self._on_rank_0(partial(self._folders.discard, save.folder))
+            elif not save.written:
+                shares = self._world.gather_to_first(outcome)
+                save.written = True
+                save.task = self._on_rank_0(partial(save.complete, shares or ()))
+            else:
+                self._save = None
+                self._saved = save.step
+                logger.info(f"saved {save.name} in {save.folder} ({time.monotonic() - save.began:.1f} s)")
+
+    def _on_rank_0(self, action: Callable[[], None]) -> Task[Any]:
+        return Task(action if self._world.rank == 0 else lambda: None)
+
+    def _first_failure(self, outcome: Any) -> Failure | None:
+        mine = outcome if isinstance(outcome, Failure) else None
+        return next((failure for failure in self._world.gather(mine) if failure is not None), None)
+
+    def _tell(self, name: str, failure: Failure, last: bool) -> None:
+        message = f"{name} could not be saved in {self._folders.root}: {failure.message}"
+        if last or not failure.storage:
             raise CheckpointError(message)
         logger.warning(f"{message}; training goes on and the next save is tried as usual")
 
-    def _write_manifest(self, step: int) -> str | None:
-        folder = self._folders.partial(step)
-        files: dict[str, FileRecord] = {}
 
-        def record() -> None:
-            mine = list(folder.glob(f"__{self._world.rank}_*"))
-            if self._world.rank == 0:
-                write_durably(folder / "config.toml", self._config_toml)
-                mine += [folder / METADATA, folder / "config.toml"]
-            for path in mine:
-                sync_file(path)
-                files[path.name] = FileRecord.of(path)
-
-        def commit() -> None:
-            everyones = {name: entry for rank_files in gathered for name, entry in rank_files.items()}
-            state = {name: part.state_dict() for name, part in self._numbers.items()}
-            # What a restart of the same command must not do a second time.
-            state["start"] = {"excluded": self._exclude, "went_back_to": self._went_back_to}
-            Manifest(step, state, everyones).write(folder)
-            self._folders.commit(step)
-            self._folders.retain(self._keep_latest)
-
-        if cause := self._together(record):
-            return cause
-        gathered = self._world.gather(files)
-        return self._together(commit, only_rank_0=True)
-
-    def _together(self, action: Callable[[], Any], *, only_rank_0: bool = False) -> str | None:
-        """Run ``action`` on the ranks and agree on what went wrong: the first I/O error of any, or None."""
-        cause = None
-        if not only_rank_0 or self._world.rank == 0:
-            try:
-                action()
-            except OSError as error:
-                cause = str(error)
-        return next((c for c in self._world.gather(cause) if c is not None), None)
-
-    # Loading
-
-    def load(self, load_step: int, initial_path: str | None, *, initial_model_only: bool) -> set[str]:
-        """Go on from this run's newest good step (or ``load_step``), else from ``initial_path``, else from nothing.
-
-        Returns the parts that were not loaded although there was a step. Damaged steps are named and passed over unless
-        asked for by number, which is a CheckpointError.
-        """
-        if self._world.rank == 0 and not self._load_only:
-            self._folders.recover()
-        self._world.barrier()
-        steps = self._steps_to_try(load_step)
-        for step in reversed(steps):
-            folder = self._folders.path(step)
-            problem = self._damage(folder)
-            if problem is None:
-                return self._resume(step, folder)
-            if load_step >= 0:
-                raise CheckpointError(problem)
-            logger.warning(f"{problem}; trying the step before it")
-        if steps:
-            raise CheckpointError(f"every step in {self._folders.root} is damaged; move the folder away to start anew")
-        if initial_path is not None:
-            return self._start_from(find_step(initial_path), model_only=initial_model_only)
-        return set()
-
-    def _steps_to_try(self, load_step: int) -> list[int]:
-        steps = self._folders.steps()
-        for step in self._folders.incomplete():
-            logger.warning(f"{self._folders.path(step)} is not complete (no {MANIFEST}); it is passed over")
-        if not steps and (foreign := self._folders.foreign()):
-            raise ConfigError(
-                "checkpoint.folder",
-                f"{self._folders.path(foreign[-1])} was written by another program; to start from it, name it as "
-                "checkpoint.initial_load_path and save elsewhere",
-            )
-        if load_step < 0:
-            return steps
-        if load_step not in steps:
-            known = ", ".join(map(str, steps)) or "none"
-            raise ConfigError(
-                "checkpoint.load_step", f"no complete step of that number in {self._folders.root}; there are: {known}"
-            )
-        if steps[-1] > load_step and _start_of(self._folders.path(steps[-1])).get("went_back_to") == load_step:
-            logger.info(f"this run has gone back to step {load_step} already and goes on from there")
-            return [steps[-1]]
-        self._went_back_to = load_step
-        return [load_step]
-
-    def _resume(self, step: int, folder: Path) -> set[str]:
-        anew = self._restore(folder)
-        step_now = 0 if "train_state" in anew else step
-        self._saved = step_now
-        if self._world.rank == 0 and not self._load_only and (later := self._folders.set_aside_after(step_now)):
-            logger.warning(f"going back to step {step_now}: later steps {later} are renamed to step-N.superseded")
-        self._world.barrier()
-        logger.info(f"going on after step {step_now} from {folder}")
-        return anew
-
-    def _start_from(self, folder: Path, *, model_only: bool) -> set[str]:
-        ours = (folder / MANIFEST).exists()
-        if ours and (problem := self._damage(folder)):
-            raise CheckpointError(problem)
-        logger.info(f"starting from {'the weights' if model_only else 'everything'} in {folder}")
-        if ours and not model_only:
-            return self._restore(folder)
-        self._read(folder, set(self._exclude) | ({"optimizer"} if model_only else set()))
-        return set()
-
-    def _restore(self, folder: Path) -> set[str]:
-        manifest = Manifest.read(folder)
-        started_with = manifest.state.get("start", {})
-        if self._went_back_to is None:
-            self._went_back_to = started_with.get("went_back_to")
-        # A part that the same command excluded before has started anew already.
-        anew = set(self._exclude) - set(started_with.get("excluded", ()))
-        for name, part in self._numbers.items():
-            if name not in anew:
-                try:
-                    part.load_state_dict(manifest.state[name])
-                except ConfigError:
-                    if name not in self._exclude:
-                        raise
-                    anew.add(name)
-                except (KeyError, TypeError, ValueError) as error:
-                    raise CheckpointError(f"{folder / MANIFEST} holds no usable {name}: {error!r}") from error
-        self._read(folder, anew)
-        if anew:
-            logger.info(f"not loaded (checkpoint.exclude_from_loading): {', '.join(sorted(anew))}")
-        return anew
-
-    def _read(self, folder: Path, without: set[str]) -> None:
-        read_tensors(
-            folder,
-            self._parameters,
-            self._optimizer,
-            names=self._names,
-            with_model="model" not in without,
-            with_optimizer="optimizer" not in without,
-        )
-        for first, twin in self._twins:
-            copy_state(first, twin, self._optimizer)
-
-    def _damage(self, folder: Path) -> str | None:
-        """What is wrong with a step, agreed on by all ranks; each reads its share of the files."""
-
-        def look() -> str | None:
-            try:
-                manifest = Manifest.read(folder)
-            except NewerFormat:  # the step before it would be an older state of the run
-                raise
-            except CheckpointError as error:
-                return str(error)
-            return damage(folder, manifest, share(list(manifest.files), self._world.rank, self._world.size))
-
-        return next((p for p in self._world.gather(look()) if p is not None), None)
-
-
-def _start_of(folder: Path) -> Mapping[str, Any]:
-    try:
-        start: Mapping[str, Any] = Manifest.read(folder).state.get("start", {})
-    except CheckpointError:
-        return {}
-    return start
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"

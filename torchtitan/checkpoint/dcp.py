@@ -25,13 +25,14 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from upath import UPath
 
 from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.checkpoint.places import FileRecord, is_local, one_line, storage_errors
 from torchtitan.checkpoint.storage import METADATA
+
 
 class Streams(FileSystemBase):
     """The file system of PyTorch's checkpoint readers and writers. ``records`` are the files written through it, each
@@ -120,6 +121,7 @@ class _Recorded:
             self.failure = error
             raise
 
+
 @dataclass(frozen=True)
 class Written:
     """What one rank has written: where each of its tensors lies, and its files by name."""
@@ -128,22 +130,42 @@ class Written:
     files: dict[str, FileRecord]
 
 
-def local_plan(state: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> SavePlan:
+Resolve = Callable[[WriteItem], Tensor]
+"""The tensor that an item of a plan stands for."""
+
+
+def local_plan(state: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> tuple[SavePlan, Resolve]:
     """What this rank holds of ``state``, tensors by name, tables of them under ``name.``; floating-point ones are to be
     stored as ``dtype`` if given."""
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner(dict(state), is_coordinator=True)
     plan = planner.create_local_plan()
-    if dtype is None:
-        return plan
-    return replace(plan, items=[_stored_as(item, dtype) for item in plan.items])
+    if dtype is not None:
+        plan = replace(plan, items=[_stored_as(item, dtype) for item in plan.items])
+
+    def resolve(item: WriteItem) -> Tensor:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor), "only tensors are saved"
+        return tensor.detach().to(_data(item).properties.dtype)
+
+    return plan, resolve
 
 
 def _stored_as(item: WriteItem, dtype: torch.dtype) -> WriteItem:
-    data = item.tensor_data
-    if data is None or not data.properties.dtype.is_floating_point:
+    data = _data(item)
+    if not data.properties.dtype.is_floating_point:
         return item
     return replace(item, tensor_data=replace(data, properties=replace(data.properties, dtype=dtype)))
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None, "only tensors are saved"
+    return item.tensor_data
+
+
+def nbytes(plan: SavePlan) -> int:
+    """Size of the tensors of a plan."""
+    return sum(_data(item).chunk.sizes.numel() * _data(item).properties.dtype.itemsize for item in plan.items)
 
 
 def global_plans(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -153,7 +175,7 @@ def global_plans(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     return _Writer(UPath("."), Streams()).prepare_global_plan(shares), metadata
 
 
-def write_share(folder: UPath, plan: SavePlan, resolve: Callable[[WriteItem], Tensor]) -> Written:
+def write_share(folder: UPath, plan: SavePlan, resolve: Resolve) -> Written:
     """Write one rank's ``plan`` into ``folder``; ``resolve`` gives the tensor of an item when its turn comes, so that
     one at a time is in memory. OSError where storage fails."""
     streams = Streams()
@@ -180,7 +202,7 @@ def write_lazily(
     Turns come in the order of the names. Returns the files.
     """
     state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    (plan,), metadata = global_plans([local_plan(state)])
+    (plan,), metadata = global_plans([local_plan(state)[0]])
     written = write_share(folder, plan, lambda item: load(item.index.fqn))
     return written.files | write_metadata(folder, metadata, [written])
 
@@ -232,6 +254,9 @@ class Reader:
 
 
 class _Writer(dcp.FileSystemWriter):
+    fs: Any
+    path: Any
+
     def __init__(self, folder: UPath, streams: Streams) -> None:
         # Copied ahead, tensors would go through the current device of the thread that writes, which is another one.
         super().__init__(".", sync_files=False, per_thread_copy_ahead=0)
@@ -242,7 +267,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Resolving(dcp.DefaultSavePlanner):
-    def __init__(self, resolve: Callable[[WriteItem], Tensor]) -> None:
+    def __init__(self, resolve: Resolve) -> None:
         super().__init__()
         self.resolve = resolve
 
@@ -251,6 +276,9 @@ class _Resolving(dcp.DefaultSavePlanner):
 
 
 class _Reader(dcp.FileSystemReader):
+    fs: Any
+    path: Any
+
     def __init__(self, folder: UPath) -> None:
         super().__init__(".")
         self.fs, self.path = Streams(), folder

@@ -48,6 +48,11 @@ def is_local(path: UPath) -> bool:
     return isinstance(path, pathlib.Path)
 
 
+def _here(path: UPath) -> pathlib.Path:
+    assert isinstance(path, pathlib.Path)
+    return path
+
+
 @contextlib.contextmanager
 def storage_errors(path: UPath) -> Iterator[None]:
     """Within, what a remote storage reports in its own terms is an OSError, as it is on a file system."""
@@ -77,7 +82,7 @@ def free_bytes(folder: UPath) -> int | None:
     if not is_local(folder):
         return None
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(_here(existing)).free
 
 
 def write_durably(path: UPath, text: str) -> None:
@@ -99,7 +104,7 @@ def sync_folder(path: UPath) -> None:
     """Wait until the folder's entries are on the disk."""
     if not is_local(path):
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(_here(path), os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -111,7 +116,7 @@ def remove(folder: UPath, *, first: str) -> None:
     with storage_errors(folder):
         (folder / first).unlink(missing_ok=True)
         if is_local(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(_here(folder), ignore_errors=True)
         elif folder.exists():
             folder.fs.rm(folder.path, recursive=True)
 

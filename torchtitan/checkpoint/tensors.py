@@ -1,158 +1,116 @@
-"""Weights and optimizer states as PyTorch's distributed checkpoints: written and read by any number of ranks.
+"""The tensors of a run as a checkpoint names them: weights by their names in the model, optimizer states by theirs.
 
-When that is done, and what else a step holds, is in ``checkpointer.py``.
+Files are read and written by ``dcp.py``.
 """
 
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torchtitan.checkpoint.storage import METADATA, CheckpointError
+from torchtitan.checkpoint.dcp import Reader
+from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.errors import ConfigError
 
 # Top-level keys of other parts in checkpoints of TorchTitan, which stand beside the model's.
 _NO_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 
 
-def write_tensors(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Write everything into ``folder``, this rank its part. Raises OSError where storage fails on any rank."""
-    state: dict[str, Any] = {**parameters, "optimizer": optimizer_state(parameters, optimizer)}
-    try:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, sync_files=False))
-    except CheckpointException as error:
-        failures = [failure for failure, _ in error.failures.values()]
-        if all(_is_storage_failure(failure) for failure in failures):
-            raise OSError(_one_line(failures[0])) from error
-        raise CheckpointError(f"{folder} could not be written: {_one_line(failures[0])}") from error
+class Tensors:
+    """``parameters`` of this rank with the state that ``optimizer`` keeps of each.
 
-
-def read_tensors(
-    folder: Path,
-    parameters: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    *,
-    names: Collection[str],
-    with_model: bool = True,
-    with_optimizer: bool = True,
-) -> None:
-    """Read into ``parameters`` and ``optimizer``; CheckpointError where the step does not hold what they need.
-
-    ``names`` are those of all parameters of the model, whoever holds them.
+    ``names`` are those of the whole model, whoever holds them. A name that comes twice has two copies, which stay
+    equal: the first one counts.
     """
-    reader = dcp.FileSystemReader(folder)
-    try:
-        metadata = reader.read_metadata()
-    except Exception as error:  # it is a pickle: anything may come out of a damaged one
-        raise CheckpointError(f"{folder / METADATA} cannot be read: {_one_line(error)}") from error
-    state: dict[str, Any] = {}
-    if with_model:
-        check_weights(parameters, names, metadata, folder)
-        state.update(parameters)
-    moments: dict[str, Tensor] = {}
-    if with_optimizer:
-        moments = empty_optimizer_state(parameters, metadata, folder)
-        state["optimizer"] = moments
-    try:
-        if state:
-            dcp.load(state, storage_reader=reader)
-    except CheckpointException as error:
-        failure, _ = next(iter(error.failures.values()))
-        raise CheckpointError(f"{folder} cannot be read: {_one_line(failure)}") from error
-    if with_optimizer:
-        put_optimizer_state(parameters, optimizer, moments)
 
+    def __init__(
+        self, parameters: Sequence[tuple[str, Tensor]], names: Collection[str], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self._twins = [(first, p) for name, p in parameters if (first := self.weights.setdefault(name, p)) is not p]
+        self.names = names
+        self._optimizer = optimizer
 
-def check_weights(parameters: Mapping[str, Tensor], names: Collection[str], metadata: Metadata, folder: Path) -> None:
-    """CheckpointError if a step holds other weights than those of ``names``, or ``parameters`` of other shapes."""
-    stored = {
-        name: entry.size
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and not name.startswith(_NO_WEIGHTS)
-    }
-    remedy = "are model.name, model.flavor and model.args those it was saved with?"
-    for name in names:
-        if name not in stored:
-            raise CheckpointError(f"{folder} holds no {name}; {remedy}")
-    for name, parameter in parameters.items():
-        if stored[name] != parameter.shape:
-            raise CheckpointError(
-                f"{folder} holds {name} as {list(stored[name])}, the model wants {list(parameter.shape)}; {remedy}"
-            )
-    if unwanted := sorted(set(stored) - set(names)):
-        raise CheckpointError(f"{folder} holds {unwanted[0]}, which the model has not; {remedy}")
+    def state(self) -> dict[str, Any]:
+        """Everything, as it is now: the tensors themselves, under flat keys as TorchTitan writes them."""
+        return {**self.weights, "optimizer": self._optimizer_state()}
 
+    def read(self, reader: Reader, *, model: bool = True, optimizer: bool = True) -> None:
+        """Take the parts that are asked for from a step; CheckpointError where it does not hold what they need."""
+        into: dict[str, Tensor] = {}
+        if model:
+            self._check_weights(reader)
+            into.update(self.weights)
+        moments = self._empty_optimizer_state(reader) if optimizer else {}
+        into.update({f"optimizer.{key}": tensor for key, tensor in moments.items()})
+        reader.read(into)
+        if optimizer:
+            self._put_optimizer_state(moments)
+        self.equalize_twins()
 
-def optimizer_state(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors that the optimizer keeps for each parameter, under flat keys ``state.<parameter>.<name>``, as
-    TorchTitan writes them."""
-    state = {
-        f"state.{name}.{key}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"optimizer {key} is of type {type(value).__name__}; only tensors can be saved, so keep one"
-            )
-    return state
+    @torch.no_grad()
+    def equalize_twins(self) -> None:
+        """Give second copies the weights and the optimizer state of the first."""
+        for first, twin in self._twins:
+            twin.copy_(first)
+            if first in self._optimizer.state:
+                self._optimizer.state[twin] = {key: v.clone() for key, v in self._optimizer.state[first].items()}
 
+    def _check_weights(self, reader: Reader) -> None:
+        folder, remedy = reader.folder, "are model.name, model.flavor and model.args those it was saved with?"
+        stored = {name: entry.size for name, entry in reader.tensors.items() if not name.startswith(_NO_WEIGHTS)}
+        for name in self.names:
+            if name not in stored:
+                raise CheckpointError(f"{folder} holds no {name}; {remedy}")
+        for name, parameter in self.weights.items():
+            if stored[name] != parameter.shape:
+                raise CheckpointError(
+                    f"{folder} holds {name} as {list(stored[name])}, the model wants {list(parameter.shape)}; {remedy}"
+                )
+        if unwanted := sorted(set(stored) - set(self.names)):
+            raise CheckpointError(f"{folder} holds {unwanted[0]}, which the model has not; {remedy}")
 
-def empty_optimizer_state(parameters: Mapping[str, Tensor], metadata: Metadata, folder: Path) -> dict[str, Tensor]:
-    """Room for the optimizer tensors that a checkpoint holds for ``parameters``, spread like them."""
-    stored = metadata.state_dict_metadata
-    state: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        weight = stored.get(name)
-        if isinstance(weight, TensorStorageMetadata) and weight.properties.dtype != parameter.dtype:
-            held = str(weight.properties.dtype).removeprefix("torch.")
-            raise ConfigError(
-                "training.dtype",
-                f"{folder} holds {held}; keep that, or start the optimizer anew with "
-                'checkpoint.exclude_from_loading = ["optimizer"]',
-            )
-        prefix = f"optimizer.state.{name}."
-        for full_key, entry in stored.items():
-            if full_key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
-                like_weight = entry.size == parameter.shape
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        state = {
+            f"state.{name}.{key}": value
+            for name, parameter in self.weights.items()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        }
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"optimizer {key} is of type {type(value).__name__}; only tensors can be saved, so keep one"
+                )
+        return state
+
+    def _empty_optimizer_state(self, reader: Reader) -> dict[str, Tensor]:
+        """Room for the optimizer tensors that a checkpoint holds for the parameters, spread like them."""
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.weights.items():
+            weight = reader.tensors.get(name)
+            if weight is not None and weight.properties.dtype != parameter.dtype:
+                held = str(weight.properties.dtype).removeprefix("torch.")
+                raise ConfigError(
+                    "training.dtype",
+                    f"{reader.folder} holds {held}; keep that, or start the optimizer anew with "
+                    'checkpoint.exclude_from_loading = ["optimizer"]',
+                )
+        for key, entry in reader.tensors.items():
+            name, _, _ = key.removeprefix("optimizer.state.").rpartition(".")
+            parameter_of = self.weights.get(name) if key.startswith("optimizer.state.") else None
+            if parameter_of is not None:
                 dtype = entry.properties.dtype
-                room = torch.zeros_like(parameter, dtype=dtype) if like_weight else torch.zeros(entry.size, dtype=dtype)
-                state[full_key.removeprefix("optimizer.")] = room
-    return state
+                like_weight = entry.size == parameter_of.shape
+                state[key.removeprefix("optimizer.")] = (
+                    torch.zeros_like(parameter_of, dtype=dtype) if like_weight else torch.zeros(entry.size, dtype=dtype)
+                )
+        return state
 
-
-def put_optimizer_state(
-    parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
-) -> None:
-    """Give the optimizer its tensors back. Rates and decays are the configuration's, never the file's."""
-    for name, parameter in parameters.items():
-        prefix = f"state.{name}."
-        own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        if own:
-            optimizer.state[parameter] = own
-
-
-@torch.no_grad()
-def copy_state(parameter: Tensor, twin: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Give ``twin``, spread like ``parameter``, its weights and its optimizer state."""
-    twin.copy_(parameter)
-    if parameter in optimizer.state:
-        optimizer.state[twin] = {key: value.clone() for key, value in optimizer.state[parameter].items()}
-
-
-def _is_storage_failure(failure: BaseException) -> bool:
-    # torch's zip writer reports a disk that is full as a RuntimeError about the position in the file.
-    return isinstance(failure, OSError) or (isinstance(failure, RuntimeError) and "unexpected pos" in str(failure))
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    if "unexpected pos" in str(error):
-        return "No space left on device"
-    return text[0] if text else type(error).__name__
+    def _put_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Rates and decays are the configuration's, never the file's."""
+        for name, parameter in self.weights.items():
+            prefix = f"state.{name}."
+            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            if own:
+                self._optimizer.state[parameter] = own

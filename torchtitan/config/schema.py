@@ -198,19 +198,32 @@ class Checkpoint(Section):
     """What is saved and loaded"""
 
     enable: bool = key(False, "save, and continue from what is saved")
-    folder: FolderText = key("checkpoint", "folder of the steps in job.dump_folder")
+    folder: FolderText = key("checkpoint", "folder of the steps in job.dump_folder, or a URL such as s3://bucket/run")
     interval: int = key(500, "steps between two saves; the last step is always saved", ge=1)
     keep_latest_k: Literal[0] | Annotated[int, Field(ge=2)] = key(
         10, "complete steps that are kept; 0: all; not 1, so that one is left while the next is written"
     )
+    keep_every_n_steps: int | None = key(None, "multiples of it are kept for good beside those", ge=1)
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key(
+        "disabled", "write while training goes on: from a copy by a thread, or by a process that shares the copy"
+    )
+    save_timeout_seconds: int = key(
+        3600, "how long training may wait for a save, which is the last one or not asynchronous", ge=1, le=10_000_000
+    )
     load_step: int = key(-1, "step to continue from; -1: the newest complete one", ge=-1)
-    initial_load_path: FolderText | None = key(None, "checkpoint to start from while the folder holds none")
+    initial_load_path: FolderText | None = key(
+        None, "checkpoint to start from while the folder holds none: a step, or a folder with steps; also a URL"
+    )
     initial_load_model_only: bool = key(True, "take only the weights from there")
+    initial_load_in_hf: bool = key(False, "what lies there is a Hugging Face model")
     exclude_from_loading: list[Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]] = key(
         [], "parts that start anew when a checkpoint is loaded"
     )
     enable_first_step_checkpoint: bool = key(False, "save after the first step as well")
     load_only: bool = key(False, "never save")
+    last_save_model_only: bool = key(False, "leave the weights alone in step-N-export beside the last step")
+    last_save_in_hf: bool = key(False, "leave them there as a Hugging Face model")
+    export_dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "type of the weights that are left alone")
 
 
 class Comm(Section):
@@ -293,6 +306,16 @@ class JobConfig(Section):
             for name, off in (("initial_load_path", None), ("load_step", -1)):
                 if getattr(self.checkpoint, name) != off:
                     raise ConfigError(f"checkpoint.{name}", "nothing is loaded without checkpoint.enable = true")
+            for name in ("last_save_model_only", "last_save_in_hf"):
+                if getattr(self.checkpoint, name):
+                    raise ConfigError(f"checkpoint.{name}", "nothing is saved without checkpoint.enable = true")
+        if self.checkpoint.initial_load_in_hf:
+            if self.checkpoint.initial_load_path is None:
+                raise ConfigError("checkpoint.initial_load_in_hf", "say where in checkpoint.initial_load_path")
+            if not self.checkpoint.initial_load_model_only:
+                raise ConfigError(
+                    "checkpoint.initial_load_model_only", "a Hugging Face model holds weights only; leave it at true"
+                )
         return self
 
 

@@ -81,20 +81,9 @@ _add(
         "pipeline_parallel_expert_parallel_overlap": True,
     },
 )
-_add("checkpoint", "asynchronous saving", {"async_mode": "disabled"})
-_add(
-    "checkpoint",
-    "a model-only export",
-    {"last_save_model_only": False, "last_save_in_hf": False, "export_dtype": "float32"},
-)
-_add(
-    "checkpoint",
-    "loading Hugging Face weights",
-    {"initial_load_in_hf": False, "initial_load_in_hf_quantized": False},
-)
+_add("checkpoint", "loading quantized weights", {"initial_load_in_hf_quantized": False})
 _add("checkpoint", "", {"create_seed_checkpoint": False}, "weights are the same in every layout: none is needed")
 _add("checkpoint", "", {"interval_type": "steps"}, "intervals are counted in steps")
-_add("checkpoint", "keeping every n-th step", {"keep_every_n_steps": ABSENT})
 _add("checkpoint", "fault tolerance by replicas", {"enable_ft_dataloader_checkpoints": True})
 _add(
     "activation_checkpoint",

@@ -50,6 +50,18 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def gather_to_first(self, value: Any) -> list[Any] | None:
+        """On rank 0 what each rank passed, in the order of ranks; None on the others."""
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values)
+        return values
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        """Of the ``values`` that rank 0 passes, one for each rank, this rank's."""
+        mine = [None]
+        dist.scatter_object_list(mine, None if values is None else list(values))
+        return mine[0]
+
     def barrier(self) -> None:
         """Wait for all ranks, on the host."""
         self.sum([0.0])

@@ -1,0 +1,170 @@
+"""Finds where a run goes on or starts from, and loads it.
+
+Nothing is saved here; see ``checkpointer.py``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from upath import UPath
+
+from torchtitan.checkpoint.dcp import Reader
+from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, NewerFormat, damage
+from torchtitan.checkpoint.numbers import Numbers
+from torchtitan.checkpoint.places import share
+from torchtitan.checkpoint.storage import StepFolders, find_step
+from torchtitan.checkpoint.tensors import Tensors
+from torchtitan.config.schema import Checkpoint
+from torchtitan.distributed.world import World
+from torchtitan.errors import ConfigError
+from torchtitan.log import logger
+
+
+@dataclass
+class Start:
+    """How a run began: the step of its own folder that it goes on from, the parts that were not loaded although there
+    was a step, and the step that it went back to by number."""
+
+    step: int | None = None
+    anew: set[str] = field(default_factory=set)
+    went_back_to: int | None = None
+
+
+class Loader:
+    """Loads ``tensors`` and ``numbers`` from ``folders`` or elsewhere, as the keys of ``[checkpoint]`` say.
+
+    Called by all ranks together.
+    """
+
+    def __init__(
+        self,
+        folders: StepFolders,
+        world: World,
+        *,
+        tensors: Tensors,
+        numbers: Mapping[str, Numbers],
+        keys: Checkpoint,
+    ) -> None:
+        self._folders = folders
+        self._world = world
+        self._tensors = tensors
+        self._numbers = numbers
+        self._keys = keys
+
+    def load(self) -> Start:
+        """Go on from this run's newest good step (or the one asked for), else from ``checkpoint.initial_load_path``,
+        else from nothing.
+
+        Damaged steps are named and passed over unless asked for by number, which is a CheckpointError.
+        """
+        keys = self._keys
+        if self._world.rank == 0 and not keys.load_only:
+            self._folders.recover()
+        self._world.barrier()
+        start = Start()
+        steps = self._steps_to_try(start)
+        for step in reversed(steps):
+            folder = self._folders.path(step)
+            problem = self._damage(folder)
+            if problem is None:
+                self._resume(step, folder, start)
+                return start
+            if keys.load_step >= 0:
+                raise CheckpointError(problem)
+            logger.warning(f"{problem}; trying the step before it")
+        if steps:
+            raise CheckpointError(f"every step in {self._folders.root} is damaged; move the folder away to start anew")
+        if keys.initial_load_path is not None:
+            self._start_from(find_step(keys.initial_load_path), start)
+        return start
+
+    def _steps_to_try(self, start: Start) -> list[int]:
+        steps, load_step = self._folders.steps(), self._keys.load_step
+        for step in self._folders.incomplete():
+            logger.warning(f"{self._folders.path(step)} is not complete (no {MANIFEST}); it is passed over")
+        if not steps and (foreign := self._folders.foreign()):
+            raise ConfigError(
+                "checkpoint.folder",
+                f"{self._folders.path(foreign[-1])} was written by another program; to start from it, name it as "
+                "checkpoint.initial_load_path and save elsewhere",
+            )
+        if load_step < 0:
+            return steps
+        if load_step not in steps:
+            known = ", ".join(map(str, steps)) or "none"
+            raise ConfigError(
+                "checkpoint.load_step", f"no complete step of that number in {self._folders.root}; there are: {known}"
+            )
+        if steps[-1] > load_step and _start_of(self._folders.path(steps[-1])).get("went_back_to") == load_step:
+            logger.info(f"this run has gone back to step {load_step} already and goes on from there")
+            return [steps[-1]]
+        start.went_back_to = load_step
+        return [load_step]
+
+    def _resume(self, step: int, folder: UPath, start: Start) -> None:
+        self._restore(folder, start)
+        start.step = 0 if "train_state" in start.anew else step
+        later = self._folders.set_aside_after(start.step) if self._world.rank == 0 and not self._keys.load_only else []
+        if later:
+            logger.warning(f"going back to step {start.step}: later steps {later} are renamed to step-N.superseded")
+        self._world.barrier()
+        logger.info(f"going on after step {start.step} from {folder}")
+
+    def _start_from(self, folder: UPath, start: Start) -> None:
+        model_only = self._keys.initial_load_model_only
+        ours = (folder / MANIFEST).exists()
+        if ours and (problem := self._damage(folder)):
+            raise CheckpointError(problem)
+        logger.info(f"starting from {'the weights' if model_only else 'everything'} in {folder}")
+        if ours and not model_only:
+            self._restore(folder, start)
+        else:
+            self._read(folder, set(self._keys.exclude_from_loading) | ({"optimizer"} if model_only else set()))
+
+    def _restore(self, folder: UPath, start: Start) -> None:
+        manifest = Manifest.read(folder)
+        began = manifest.state.get("start", {})
+        if start.went_back_to is None:
+            start.went_back_to = began.get("went_back_to")
+        excluded: set[str] = set(self._keys.exclude_from_loading)
+        # A part that the same command excluded before has started anew already.
+        start.anew = excluded - set(began.get("excluded", ()))
+        for name, part in self._numbers.items():
+            if name not in start.anew:
+                try:
+                    part.load_state_dict(manifest.state[name])
+                except ConfigError:
+                    if name not in excluded:
+                        raise
+                    start.anew.add(name)
+                except (KeyError, TypeError, ValueError) as error:
+                    raise CheckpointError(f"{folder / MANIFEST} holds no usable {name}: {error!r}") from error
+        self._read(folder, start.anew)
+        if start.anew:
+            logger.info(f"not loaded (checkpoint.exclude_from_loading): {', '.join(sorted(start.anew))}")
+
+    def _read(self, folder: UPath, without: set[str]) -> None:
+        self._tensors.read(Reader(folder), model="model" not in without, optimizer="optimizer" not in without)
+
+    def _damage(self, folder: UPath) -> str | None:
+        """What is wrong with a step, agreed on by all ranks; each reads its share of the files."""
+
+        def look() -> str | None:
+            try:
+                manifest = Manifest.read(folder)
+            except NewerFormat:  # the step before it would be an older state of the run
+                raise
+            except CheckpointError as error:
+                return str(error)
+            return damage(folder, manifest, share(list(manifest.files), self._world.rank, self._world.size))
+
+        return next((p for p in self._world.gather(look()) if p is not None), None)
+
+
+def _start_of(folder: UPath) -> Mapping[str, Any]:
+    try:
+        start: Mapping[str, Any] = Manifest.read(folder).state.get("start", {})
+    except CheckpointError:
+        return {}
+    return start
