@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtitan import __version__
 from torchtitan.checkpoint.checkpointer import Checkpointer
 from torchtitan.checkpoint.loader import Loader
-from torchtitan.checkpoint.numbers import Numbers
+from torchtitan.checkpoint.manifest import Numbers
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.config import to_toml
 from torchtitan.data.batch import Batch

@@ -18,8 +18,7 @@ from upath import UPath
 
 from torchtitan.checkpoint.background import BESIDE_TRAINING, DirectWriter, Failure, Task, Writer, attempt
 from torchtitan.checkpoint.dcp import Written, global_plans, local_plan, nbytes, write_metadata
-from torchtitan.checkpoint.manifest import CheckpointError, Manifest
-from torchtitan.checkpoint.numbers import Numbers
+from torchtitan.checkpoint.manifest import CheckpointError, Manifest, Numbers
 from torchtitan.checkpoint.places import FileRecord, free_bytes, write_durably
 from torchtitan.checkpoint.storage import StepFolders, is_complete
 from torchtitan.checkpoint.tensors import Tensors
@@ -236,6 +235,8 @@ class Checkpointer:
             if save.failure is not None:  # and what was written of it is removed
                 self._save = None
                 self._tell(save.name, save.failure, save.last)
+            elif failure is not None and not failure.storage:
+                self._tell(save.name, failure, save.last)
             elif failure is not None:
                 save.failure = failure
                 save.task = self._on_rank_0(partial(self._folders.discard, save.folder))

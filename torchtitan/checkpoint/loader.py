@@ -10,8 +10,7 @@ from typing import Any
 from upath import UPath
 
 from torchtitan.checkpoint.dcp import Reader
-from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, NewerFormat, damage
-from torchtitan.checkpoint.numbers import Numbers
+from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, NewerFormat, Numbers, damage
 from torchtitan.checkpoint.places import share
 from torchtitan.checkpoint.storage import StepFolders, find_step
 from torchtitan.checkpoint.tensors import Tensors

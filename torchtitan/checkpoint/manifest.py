@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from upath import UPath
 
@@ -23,6 +23,13 @@ class CheckpointError(RuntimeError):
 
 class NewerFormat(CheckpointError):
     """A checkpoint of a version of this program that came later: whole, and nothing to pass over."""
+
+
+class Numbers(Protocol):
+    """A part whose state is JSON. ``load_state_dict`` raises ConfigError where it does not fit the configuration."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -13,22 +13,20 @@ from multiprocessing.reduction import recv_handle
 from typing import Any
 
 
-def main(descriptor: int) -> None:
+def main() -> None:
     """Answer requests until the other end is closed."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     parent_death_signal = 1  # PR_SET_PDEATHSIG: a rank that starts again must not meet a file still being written
     ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL, 0, 0, 0)
-    os.nice(19)
-    connection: Connection[Any, Any] = Connection(descriptor)
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
 
-    # Only now, when it takes seconds from nobody.
     import torch
     from torch import Tensor
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from torchtitan.checkpoint.background import Layout, attempt
+    from torchtitan.checkpoint.background import LOWER_PRIORITY, Layout, attempt
     from torchtitan.checkpoint.dcp import Written, write_share
     from torchtitan.checkpoint.places import place
 
@@ -36,6 +34,7 @@ def main(descriptor: int) -> None:
         return write_share(place(folder, key="checkpoint.folder"), plan, lambda item: tensors[item.index])
 
     torch.set_num_threads(1)
+    os.nice(LOWER_PRIORITY)
     tensors: dict[MetadataIndex, Tensor] = {}
     while True:
         try:
@@ -47,7 +46,3 @@ def main(descriptor: int) -> None:
         except (EOFError, ConnectionError):
             return
         connection.send(attempt(partial(write, plan, folder)))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -1,0 +1,238 @@
+"""Saving beside training: what reaches the files, what a save may cost, and how its failures are told."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from upath import UPath
+
+from tests.launch import children_of, run_ranks
+from torchtitan.checkpoint import background, checkpointer, storage
+from torchtitan.checkpoint.checkpointer import Checkpointer
+from torchtitan.checkpoint.dcp import Reader, Streams
+from torchtitan.checkpoint.manifest import CheckpointError
+from torchtitan.checkpoint.tensors import Tensors
+from torchtitan.config.schema import Checkpoint
+from torchtitan.distributed.world import World
+from torchtitan.log import logger
+from torchtitan.state import TrainState
+
+MODES = ["async", "async_with_pinned_mem"]
+
+
+class Run:
+    """The least that can be saved: two weights with momentum, and the number of a step."""
+
+    def __init__(self, folder: Path, world: World, **keys: Any) -> None:
+        self.weights = {name: torch.nn.Parameter(torch.zeros(300, 200)) for name in ("a", "b")}
+        self.optimizer = torch.optim.SGD(self.weights.values(), lr=1.0, momentum=0.5)
+        self.state = TrainState()
+        self.folders = storage.step_folders(UPath(folder))
+        self.checkpointer = Checkpointer(
+            self.folders,
+            world,
+            tensors=Tensors(list(self.weights.items()), list(self.weights), self.optimizer),
+            numbers={"train_state": self.state},
+            config_toml="",
+            keys=Checkpoint(enable=True, interval=1, **keys),
+            saved=None,
+            start={},
+        )
+
+    def step(self, *, last: bool = False) -> None:
+        """Every weight becomes the number of the step; then what is due is saved."""
+        self.state.step += 1
+        for weight in self.weights.values():
+            weight.data.fill_(self.state.step)
+            weight.grad = torch.zeros_like(weight)
+        self.optimizer.step()
+        self.checkpointer.save(self.state.step, last=last)
+
+    def spoil(self) -> None:
+        for weight in self.weights.values():
+            weight.data.fill_(-1)
+
+    def close(self) -> None:
+        self.checkpointer.close()
+
+
+def what_changes_after_save_returns_stays_out(world: World, folder: Path, mode: str) -> list[tuple[int, float]]:
+    run = Run(folder, world, async_mode=mode)
+    for _ in range(3):
+        run.step()
+        run.spoil()
+        run.checkpointer.finish()
+    run.close()
+    return [(step, Reader(run.folders.path(step)).tensor("a").unique().item()) for step in run.folders.steps()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_changes_after_save_returns_stays_out(tmp_path: Path, mode: str) -> None:
+    for found in run_ranks(what_changes_after_save_returns_stays_out, 2, tmp_path, mode):
+        assert found == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+@contextmanager
+def storage_that(does: Callable[[str], None]) -> Iterator[None]:
+    """Before each file is opened for writing ``does`` is called with its name."""
+    create = Streams.create_stream
+
+    @contextmanager
+    def slow(self: Streams, path: Any, mode: str) -> Iterator[Any]:
+        if "w" in mode:
+            does(path.name)
+        with create(self, path, mode) as stream:
+            yield stream
+
+    with mock.patch.object(Streams, "create_stream", slow):
+        yield
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def a_slow_storage(world: World, folder: Path) -> tuple[float, list[str], list[int]]:
+    """The second rank's disk takes two seconds a file: how long ten steps take, what is said, what is saved."""
+    run = Run(folder, world, async_mode="async")
+
+    def sleep(name: str) -> None:
+        if world.rank == 1:
+            time.sleep(2)
+
+    with storage_that(sleep), warnings() as said:
+        begin = time.monotonic()
+        for _ in range(10):
+            run.step()
+        seconds = time.monotonic() - begin
+        run.step(last=True)
+    return seconds, said, run.folders.steps()
+
+
+def test_a_slow_storage_holds_nobody_up(tmp_path: Path) -> None:
+    for seconds, said, steps in run_ranks(a_slow_storage, 2, tmp_path):
+        assert seconds < 1.5
+        assert [line for line in said if "step 2 is not saved: step 1 is still being written" in line]
+        assert steps == [1, 11]
+
+
+def failures(world: World, folder: Path) -> dict[str, str]:
+    """What becomes of errors of the background that are no failure of storage, and of waits that are too long."""
+    told = {}
+
+    def error_of(run: Run, steps: int) -> str:
+        try:
+            for _ in range(steps):
+                run.step()
+                time.sleep(0.3)
+        except CheckpointError as error:
+            return str(error)
+        return "none"
+
+    def wrong(name: str) -> None:
+        if world.rank == 1:
+            raise ZeroDivisionError("a mistake")
+
+    run = Run(folder / "mistake", world, async_mode="async")
+    with storage_that(wrong):
+        told["mistake"] = error_of(run, 4)
+    told["after it"] = str(run.state.step)
+
+    before = set(children_of(os.getpid()))
+    run = Run(folder / "killed", world, async_mode="async_with_pinned_mem")
+    (writer,) = set(children_of(os.getpid())) - before
+    if world.rank == 1:
+        os.kill(writer, signal.SIGKILL)
+    told["killed"] = error_of(run, 20)
+    run.close()
+
+    run = Run(folder / "stuck", world, async_mode="async", save_timeout_seconds=1)
+    stuck = threading.Event()
+    with storage_that(lambda name: stuck.wait(20) and None):
+        try:
+            run.step(last=True)
+        except CheckpointError as error:
+            told["stuck"] = str(error)
+        stuck.set()
+
+    run = Run(folder / "room", world, async_mode="async")
+    with mock.patch.object(checkpointer, "free_bytes", lambda folder: 1 << 20), warnings() as said:
+        run.step()
+    told["room"] = said[0] if said else ""
+    run.step()
+    run.checkpointer.finish()
+    told["room after"] = str(run.folders.steps())
+
+    with mock.patch.object(checkpointer, "free_bytes", lambda folder: 1 << 20):
+        try:
+            run.step(last=True)
+        except CheckpointError as error:
+            told["no room for the last"] = str(error)
+    return told
+
+
+def test_failures_are_told_by_all_ranks_at_the_next_step(tmp_path: Path) -> None:
+    for told in run_ranks(failures, 2, tmp_path):
+        assert told["mistake"].endswith(
+            "step 1 could not be saved in " + str(tmp_path / "mistake") + ": ZeroDivisionError: a mistake"
+        )
+        assert told["after it"] == "2"
+        assert "step 1 could not be saved" in told["killed"] and "killed by SIGKILL" in told["killed"]
+        assert "step 1 is still being written" in told["stuck"] and "save_timeout_seconds=1" in told["stuck"]
+        assert "step 1 could not be saved" in told["room"] and "0.00 GiB left on the disk" in told["room"]
+        assert told["room after"] == "[2]"
+        assert "step 3 could not be saved" in told["no room for the last"]
+
+
+def memory_of(world: World, folder: Path, mode: str) -> list[int]:
+    """Anonymous memory in kB after each save."""
+    run = Run(folder, world, async_mode=mode, keep_latest_k=2)
+    after = []
+    for _ in range(20):
+        run.step()
+        run.checkpointer.finish()
+        status = Path("/proc/self/status").read_text()
+        after.append(int(status.partition("RssAnon:")[2].split()[0]))
+    run.close()
+    return after
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_stays_flat(tmp_path: Path, mode: str) -> None:
+    (after,) = run_ranks(memory_of, 1, tmp_path, mode)
+    assert max(after[3:]) < 1.05 * min(after[3:])
+
+
+def test_a_plan_lays_tensors_apart() -> None:
+    from torchtitan.checkpoint.dcp import local_plan
+
+    state = {"a": torch.arange(5, dtype=torch.bfloat16), "b": torch.tensor(2.0), "c": torch.arange(6).view(2, 3)}
+    plan, resolve = local_plan(state)
+    memory = os.memfd_create("test")
+    layout = background.Layout.of(plan)
+    os.ftruncate(memory, layout.size)
+    ours, theirs = layout.tensors(memory), layout.tensors(memory)
+    for item in plan.items:
+        ours[item.index].copy_(resolve(item))
+    for item in plan.items:
+        copy = theirs[item.index]
+        assert torch.equal(copy, state[item.index.fqn])
+        assert copy.untyped_storage().size() == copy.nbytes
+    os.close(memory)
