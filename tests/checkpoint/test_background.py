@@ -142,6 +142,7 @@ def failures(world: World, folder: Path) -> dict[str, str]:
             for _ in range(steps):
                 run.step()
                 time.sleep(0.3)
+            run.checkpointer.finish()
         except CheckpointError as error:
             return str(error)
         return "none"
@@ -160,7 +161,7 @@ def failures(world: World, folder: Path) -> dict[str, str]:
     (writer,) = set(children_of(os.getpid())) - before
     if world.rank == 1:
         os.kill(writer, signal.SIGKILL)
-    told["killed"] = error_of(run, 20)
+    told["killed"] = error_of(run, 1)
     run.close()
 
     run = Run(folder / "stuck", world, async_mode="async", save_timeout_seconds=1)
