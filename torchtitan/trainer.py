@@ -26,7 +26,7 @@ from torchtitan.distributed.spread import micro_batches
 from torchtitan.distributed.stages import describe as describe_pipeline
 from torchtitan.distributed.topology import build_topology
 from torchtitan.distributed.whole import map_whole
-from torchtitan.distributed.world import World
+from torchtitan.distributed.world import World, seed_step
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_flops
@@ -148,6 +148,7 @@ class Trainer:
             if stopping:
                 break
             num_valid = counted / self.topology.degrees.copies
+            seed_step(config.debug.seed, state.step + 1, self.topology.reader_rank, self.world.device)
             loss, norm = self.train_step(rows, max(num_valid, 1.0))
             state.tokens_seen += state.global_batch_size * config.training.seq_len
             self.position.next_row += state.global_batch_size
