@@ -20,12 +20,18 @@ from torchtitan.trainer import Trainer
 TINY = "{dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=301, multiple_of=16}"
 
 
-def tiny_argv(folder: Path, *overrides: str, run: str = "run") -> list[str]:
-    """Overrides of a run of seconds: a tiny model on text of its own, bytes as tokens, float32, every step logged."""
+def tiny_text(folder: Path) -> Path:
+    """The text of tiny runs, below ``folder``. Stored checkpoints stand at rows of it, so it stays as it is."""
     text = folder / "text.jsonl"
     if not text.exists():
         lines = (json.dumps({"text": f"{n} times {n} is {n * n}; and " * (1 + n % 5)}) for n in range(100))
         text.write_text("\n".join(lines))
+    return text
+
+
+def tiny_argv(folder: Path, *overrides: str, run: str = "run") -> list[str]:
+    """Overrides of a run of seconds: a tiny model on text of its own, bytes as tokens, float32, every step logged."""
+    text = tiny_text(folder)
     return [
         "--training.dataset=jsonl",
         f"--training.dataset_path={text}",
@@ -73,7 +79,7 @@ def run_job(world: World, argv: Sequence[str]) -> Outcome:
         return step(batches, num_valid)
 
     trainer.train_step = spy  # type: ignore[method-assign]
-    finished = trainer.run(StopRequest())
+    finished = trainer.run(StopRequest(config.job.max_duration_minutes))
     trainer.close()
     by_reader = dict(world.gather((trainer.topology.reader_rank, own_rows)))
     ordered = [rows for _, rows in sorted(by_reader.items())]

@@ -29,7 +29,7 @@ from torchtitan.distributed.spread import micro_batches
 from torchtitan.distributed.stages import describe as describe_pipeline
 from torchtitan.distributed.topology import build_topology
 from torchtitan.distributed.whole import map_whole
-from torchtitan.distributed.world import World
+from torchtitan.distributed.world import World, seed_step
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_flops
@@ -134,6 +134,14 @@ class Trainer:
 
     def run(self, stop: StopRequest) -> bool:
         """Train to the last step (True), or until any rank is asked to stop (False); then save."""
+        try:
+            return self._run(stop)
+        except NonFiniteError:  # on all ranks alike: what is still being written is from before it
+            if self.checkpointer is not None:
+                self.checkpointer.finish()
+            raise
+
+    def _run(self, stop: StopRequest) -> bool:
         config, state = self.job.config, self.state
         first_step = state.step + 1
         self.metrics = self._build_metrics()
@@ -149,12 +157,8 @@ class Trainer:
             if stopping:
                 break
             num_valid = counted / self.topology.degrees.copies
-            try:
-                loss, norm = self.train_step(rows, max(num_valid, 1.0))
-            except NonFiniteError:  # on all ranks alike: what is being written is from before it
-                if self.checkpointer is not None:
-                    self.checkpointer.finish()
-                raise
+            seed_step(config.debug.seed, state.step + 1, self.topology.reader_rank, self.world.device)
+            loss, norm = self.train_step(rows, max(num_valid, 1.0))
             state.tokens_seen += state.global_batch_size * config.training.seq_len
             self.position.next_row += state.global_batch_size
             clock.steps += 1

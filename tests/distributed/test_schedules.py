@@ -129,6 +129,7 @@ def test_private_names_of_pipelining_still_exist() -> None:
     assert words <= {kind.value for kind in schedules._ComputationType}
     assert callable(schedules._PipelineScheduleRuntime._prepare_schedule_with_comms)
     assert callable(PipelineStage._get_init_p2p_neighbors_ops)
+    assert callable(PipelineStage._prepare_forward_infra)
     assert "fwd_cache" in PipelineStage.__init__.__globals__["_PipelineStageBase"].__init__.__code__.co_names
     for name, family in SCHEDULES.items():
         ranks = 2

@@ -4,9 +4,10 @@ import os
 import time
 
 import pytest
+import torch
 
 from tests.launch import RanksFailed, run_ranks
-from torchtitan.distributed.world import World
+from torchtitan.distributed.world import World, seed_step
 
 
 def reductions(world: World) -> tuple[list[float], list[float], list[object]]:
@@ -57,3 +58,18 @@ def test_the_time_limit_is_hard() -> None:
     with pytest.raises(RanksFailed, match="still running at the time limit"):
         run_ranks(hang, 2, timeout=5)
     assert time.monotonic() - start < 30
+
+
+def test_what_a_step_draws_depends_on_seed_step_and_reader() -> None:
+    def draw(seed: int, step: int, reader: int) -> float:
+        seed_step(seed, step, reader, torch.device("cpu"))
+        return torch.rand(()).item()
+
+    before = torch.get_rng_state()
+    places = [(seed, step, reader) for seed in (0, 1, 2**62) for step in range(1, 30) for reader in range(30)]
+    drawn = [draw(*place) for place in places]
+    torch.set_rng_state(before)
+    assert len(set(drawn)) > 0.999 * len(places)  # float32 has 2**24 values in [0, 1)
+    assert sum(drawn) / len(drawn) == pytest.approx(0.5, abs=0.03)
+    assert [draw(*place) for place in places[::100]] == drawn[::100]
+    torch.set_rng_state(before)

@@ -236,7 +236,7 @@ class Comm(Section):
 class Debug(Section):
     """Repeatability"""
 
-    seed: int = key(0, "of weights and data order", ge=0, lt=2**63)
+    seed: int = key(0, "of weights, data order and what a step draws", ge=0, lt=2**63)
     deterministic: bool = key(False, "only deterministic kernels: the same command gives the same bits")
     deterministic_warn_only: bool = key(False, "warn where there is no such kernel, instead of failing")
 

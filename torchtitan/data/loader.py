@@ -26,6 +26,9 @@ from torchtitan.errors import ConfigError
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
+_REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
+"""What asks a whole job to stop."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -75,7 +78,12 @@ class Loader:
         self._running: Any = None
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        self._running = iter(self._steps)
+        # Born deaf to them: a signal that came before _outlive_signals would end a worker.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
+        try:
+            self._running = iter(self._steps)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for tensors in self._running:
             yield [Batch(*micro_batch) for micro_batch in zip(*tensors, strict=True)]
 
@@ -168,8 +176,7 @@ def _outlive_signals(worker: int) -> None:
     They obey the trainer alone, which ends them when it closes or exits; and when it is killed, torch's worker
     loop, which looks for its parent every few seconds, ends by itself.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
     threading.Thread(target=_end_when_the_trainer_says, daemon=True).start()
 
 

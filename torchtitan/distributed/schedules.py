@@ -218,6 +218,12 @@ def build_stage(
             # Before 2.13 torch greets neighbours on the rank itself as well, which gloo cannot.
             return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
+        def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+            # Before 2.13 its trial of the module draws from the generators that the step has seeded.
+            devices = [] if self.device.type == "cpu" else [self.device]
+            with torch.random.fork_rng(devices, device_type=self.device.type):
+                return super()._prepare_forward_infra(*args, **kwargs)
+
     return Stage(part, stage, stages, device, group=group)
 
 

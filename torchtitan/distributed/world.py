@@ -4,6 +4,7 @@ Meshes and degrees are in ``topology.py``.
 """
 
 import ctypes
+import hashlib
 import os
 import signal
 import sys
@@ -128,7 +129,7 @@ def _follow_parent() -> None:
 def set_determinism(seed: int, *, deterministic: bool, warn_only: bool) -> None:
     """Seed torch's generator, and on request allow only kernels that repeat to the bit.
 
-    Initial weights and data order have seeds of their own and do not depend on this.
+    Initial weights, data order and training steps have seeds of their own and do not depend on this.
     """
     torch.manual_seed(seed)
     if deterministic:
@@ -136,3 +137,17 @@ def set_determinism(seed: int, *, deterministic: bool, warn_only: bool) -> None:
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
+
+
+def seed_step(seed: int, step: int, reader: int, device: torch.device) -> None:
+    """Seed torch's generators of the host and of ``device`` for one training step.
+
+    What a step draws is then a function of these three numbers: a run that goes on draws what it would have drawn, and
+    nothing of it is stored. Ranks that read the same rows draw alike.
+    """
+    digest = hashlib.sha256(f"step {step} of reader {reader} of seed {seed}".encode()).digest()
+    mixed = int.from_bytes(digest[:8], "little")
+    # Not torch.manual_seed: for each kind of device that is not in use it keeps a stack trace, 0.4 ms in all.
+    torch.default_generator.manual_seed(mixed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(mixed)
