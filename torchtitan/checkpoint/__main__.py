@@ -139,7 +139,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|verify|compare")
 
     def command(name: str, act: Any, what: str, *paths: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=_PATHS, formatter_class=form)
+        added = commands.add_parser(
+            name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=_PATHS, formatter_class=form
+        )
         for path in paths:
             added.add_argument(path, metavar=path.upper(), help="a run, its checkpoint folder, or a step")
         added.add_argument("--json", action="store_true", help="for machines")

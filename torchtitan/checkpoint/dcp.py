@@ -210,7 +210,7 @@ class Reader:
         if missing := next((name for name in into if name not in self.tensors), None):
             raise CheckpointError(f"{self.folder} holds no tensor {missing}")
         planner = dcp.DefaultLoadPlanner()
-        try:
+        with _readable(self.folder):
             planner.set_up_planner(dict(into), self.index.metadata, is_coordinator=True)
             items = planner.create_local_plan().items
             for item, stored in self._stored([(item, item.storage_index) for item in items]):
@@ -218,10 +218,6 @@ class Reader:
                 for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                     piece = piece.narrow(dim, start, length)
                 planner.resolve_tensor(item).detach().copy_(piece)
-        except CheckpointError:
-            raise
-        except Exception as error:  # anything may come out of damaged files
-            raise CheckpointError(f"{self.folder} cannot be read: {one_line(error)}") from error
 
     def tensor(self, name: str) -> Tensor:
         """The whole of one tensor, on the host."""
@@ -255,13 +251,12 @@ class Reader:
         return piece.detach()
 
     def _load(self, stored: BinaryIO, name: str) -> Any:
-        try:
-            return torch.load(stored, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:  # what torch says of it is how to run it all the same
-            problem = f"{name} in {self.folder} is damaged, or holds more than tensors and plain values"
-            raise CheckpointError(problem) from error
-        except Exception as error:  # whatever a damaged or strange file makes of it
-            raise CheckpointError(f"{name} in {self.folder} cannot be read: {one_line(error)}") from error
+        with _readable(f"{name} in {self.folder}"):
+            try:
+                return torch.load(stored, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError as error:  # what torch says of it is how to run it all the same
+                problem = f"{name} in {self.folder} is damaged, or holds more than tensors and plain values"
+                raise CheckpointError(problem) from error
 
     def _stored(self, wanted: Iterable[tuple[_T, MetadataIndex]]) -> Iterator[tuple[_T, BinaryIO]]:
         """Each of ``wanted`` with its bytes, in the order in which they lie; each file opened once."""
@@ -271,20 +266,32 @@ class Reader:
             files.setdefault(entry.file, []).append((what, entry, key.fqn))
         for name, parts in files.items():
             path = self.folder / name
-            try:
+            with _readable(path):
                 file = path.open("rb")
-            except Exception as error:
-                raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from error
-            with storage_errors(path), file:
-                size = file.seek(0, os.SEEK_END)
+            with file:
+                with _readable(path):
+                    size = file.seek(0, os.SEEK_END)
                 for what, entry, fqn in sorted(parts, key=lambda part: part[1].offset):
                     if entry.offset + entry.length > size:
                         raise CheckpointError(f"{path} has {size} bytes, and {fqn} is said to lie beyond them")
                     if is_local(path):
                         yield what, cast(BinaryIO, Part(file, entry))
-                    else:  # asked for in one piece, a piece after the other
+                        continue
+                    with _readable(path):  # asked for in one piece, a piece after the other
                         file.seek(entry.offset)
-                        yield what, io.BytesIO(file.read(entry.length))
+                        content = file.read(entry.length)
+                    yield what, io.BytesIO(content)
+
+
+@contextlib.contextmanager
+def _readable(what: object) -> Iterator[None]:
+    """Anything may come out of damaged files and of storages that fail: within, it is a CheckpointError on ``what``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what} cannot be read: {one_line(error)}") from error
 
 
 class _Writer(dcp.FileSystemWriter):
