@@ -1,7 +1,7 @@
 """Files of PyTorch's distributed checkpoints: what each rank writes of a step, and any tensor read by its name.
 
 Which tensors those are is in ``tensors.py``; when they are written, in ``saver.py``. Nothing read here can run code:
-the index is a pickle of which only the classes of an index are let in, and values are read as tensors.
+of the index see ``index.py``, and everything else is read as tensors and plain values.
 """
 
 import contextlib
@@ -9,29 +9,27 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from upath import UPath
 
+from torchtitan.checkpoint.index import Entry, Index, Part
 from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.checkpoint.places import FileRecord, is_local, one_line, storage_errors
 from torchtitan.checkpoint.storage import METADATA
+
+# Top-level keys of other parts in checkpoints of TorchTitan, which stand beside the model's.
+_NO_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
+_T = TypeVar("_T")
 
 
 class Streams(FileSystemBase):
@@ -210,33 +208,41 @@ def write_lazily(
 class Reader:
     """Tensors of one step, ours or another program's, by name; used by each rank for itself.
 
-    CheckpointError where the step cannot be read.
+    Nothing in it is believed: what its index says fits together (CheckpointError if not), and what is read is what the
+    index says.
     """
 
     def __init__(self, folder: UPath) -> None:
         self.folder = folder
-        self._reader = _Reader(folder)
-        entries = self._reader.metadata.state_dict_metadata
-        self.tensors = {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+        self.index = Index(folder)
+        self.tensors = self.index.tensors()
         """What is said of each tensor: ``size``, and ``properties.dtype``."""
-        self.values = {name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata)}
+        self.values = self.index.values()
         """Names of entries that are no tensors."""
+
+    @property
+    def weights(self) -> list[str]:
+        """Names of the tensors that are the model's."""
+        return [name for name in self.tensors if not name.startswith(_NO_WEIGHTS)]
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill tensors of the stored shape, plain or spread over ranks, which then get their part."""
-        metadata = self._reader.metadata
+        if missing := next((name for name in into if name not in self.tensors), None):
+            raise CheckpointError(f"{self.folder} holds no tensor {missing}")
         planner = dcp.DefaultLoadPlanner()
-        try:
-            planner.set_up_planner(dict(into), metadata, is_coordinator=True)
-            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-            (plan,) = planner.create_global_plan([planner.create_local_plan()])
-            with storage_errors(self.folder):
-                self._reader.read_data(planner.finish_plan(plan), planner).wait()
-        except Exception as error:  # anything may come out of damaged files
-            raise CheckpointError(f"{self.folder} cannot be read: {one_line(error)}") from error
+        with _readable(self.folder):
+            planner.set_up_planner(dict(into), self.index.metadata, is_coordinator=True)
+            items = planner.create_local_plan().items
+            for item, stored in self._stored([(item, item.storage_index) for item in items]):
+                piece = self._tensor_in(stored, item.storage_index)
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    piece = piece.narrow(dim, start, length)
+                planner.resolve_tensor(item).detach().copy_(piece)
 
     def tensor(self, name: str) -> Tensor:
         """The whole of one tensor, on the host."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.folder} holds no tensor {name}")
         entry = self.tensors[name]
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         self.read({name: whole})
@@ -244,13 +250,68 @@ class Reader:
 
     def value(self, name: str) -> Any:
         """One entry that is no tensor: a number, a string, or a table of such. Anything else is a CheckpointError."""
-        info = self._reader.metadata.storage_data[MetadataIndex(name)]
-        try:
-            with storage_errors(self.folder), (self.folder / info.relative_path).open("rb") as file:
-                file.seek(info.offset)
-                return torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
-        except Exception as error:  # whatever a damaged or strange file makes of it
-            raise CheckpointError(f"{name} in {self.folder} cannot be read: {one_line(error)}") from error
+        return self.read_values([name])[name]
+
+    def read_values(self, names: Iterable[str]) -> dict[str, Any]:
+        """Several entries that are no tensors, each file opened once."""
+        wanted = [(name, MetadataIndex(name)) for name in names]
+        if missing := next((name for name, _ in wanted if name not in self.values), None):
+            raise CheckpointError(f"{self.folder} holds no value {missing}")
+        return {name: self._load(stored, name) for name, stored in self._stored(wanted)}
+
+    def _tensor_in(self, stored: BinaryIO, key: MetadataIndex) -> Tensor:
+        entry, piece = self.tensors[key.fqn], self._load(stored, key.fqn)
+        assert key.index is not None, "torch tells which piece it means"
+        expected = entry.chunks[key.index].sizes
+        plain = isinstance(piece, Tensor) and piece.layout is torch.strided and piece.device.type == "cpu"
+        if not plain or piece.shape != expected or piece.dtype != entry.properties.dtype:
+            held = f"{piece.dtype} {list(piece.shape)}" if plain else f"{type(piece).__name__} of another kind"
+            said = f"{entry.properties.dtype} {list(expected)}"
+            raise CheckpointError(f"{key.fqn} in {self.folder} is a {held}, its {METADATA} says {said}")
+        return piece.detach()
+
+    def _load(self, stored: BinaryIO, name: str) -> Any:
+        with _readable(f"{name} in {self.folder}"):
+            try:
+                return torch.load(stored, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError as error:  # what torch says of it is how to run it all the same
+                problem = f"{name} in {self.folder} is damaged, or holds more than tensors and plain values"
+                raise CheckpointError(problem) from error
+
+    def _stored(self, wanted: Iterable[tuple[_T, MetadataIndex]]) -> Iterator[tuple[_T, BinaryIO]]:
+        """Each of ``wanted`` with its bytes, in the order in which they lie; each file opened once."""
+        files: dict[str, list[tuple[_T, Entry, str]]] = {}
+        for what, key in wanted:
+            entry = self.index.entry(key)
+            files.setdefault(entry.file, []).append((what, entry, key.fqn))
+        for name, parts in files.items():
+            path = self.folder / name
+            with _readable(path):
+                file = path.open("rb")
+            with file:
+                with _readable(path):
+                    size = file.seek(0, os.SEEK_END)
+                for what, entry, fqn in sorted(parts, key=lambda part: part[1].offset):
+                    if entry.offset + entry.length > size:
+                        raise CheckpointError(f"{path} has {size} bytes, and {fqn} is said to lie beyond them")
+                    if is_local(path):
+                        yield what, cast(BinaryIO, Part(file, entry))
+                        continue
+                    with _readable(path):  # asked for in one piece, a piece after the other
+                        file.seek(entry.offset)
+                        content = file.read(entry.length)
+                    yield what, io.BytesIO(content)
+
+
+@contextlib.contextmanager
+def _readable(what: object) -> Iterator[None]:
+    """Anything may come out of damaged files and of storages that fail: within, it is a CheckpointError on ``what``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what} cannot be read: {one_line(error)}") from error
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -273,56 +334,6 @@ class _Resolving(dcp.DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self.resolve(write_item)
-
-
-class _Reader(dcp.FileSystemReader):
-    fs: Any
-    path: Any
-
-    def __init__(self, folder: UPath) -> None:
-        super().__init__(".")
-        self.fs, self.path = Streams(), folder
-        try:
-            with storage_errors(folder), (folder / METADATA).open("rb") as file:
-                self.metadata: Metadata = _IndexUnpickler(file).load()
-        except FileNotFoundError:
-            raise CheckpointError(f"{folder} is no checkpoint: it has no {METADATA}") from None
-        except Exception as error:  # anything may come out of a damaged pickle
-            raise CheckpointError(f"{folder / METADATA} cannot be read: {one_line(error)}") from error
-        if not isinstance(self.metadata, Metadata):
-            raise CheckpointError(f"{folder / METADATA} is not the index of a checkpoint")
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Lets in what the index of a checkpoint is made of, and nothing that could do anything."""
-
-    _ALLOWED = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
-            *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
-            *(
-                ("torch.distributed.checkpoint.metadata", name)
-                for name in (
-                    *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
-                    *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-                )
-            ),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
-            return PurePosixPath  # where it was written
-        if (module, name) not in self._ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong into the index of a checkpoint")
-        return super().find_class(module, name)
 
 
 @contextlib.contextmanager

@@ -150,8 +150,8 @@ class FileRecord:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """What an error says, in one line; what a terminal would obey is left out."""
+    return "".join(c for c in " ".join(str(error).split()) if c.isprintable()) or type(error).__name__
 
 
 def share(names: Iterable[str], rank: int, ranks: int) -> list[str]:

@@ -19,6 +19,7 @@ from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
 METADATA = ".metadata"  # PyTorch's own index of a distributed checkpoint
+BEING_WRITTEN = "being-written"  # beside the files of a step in a bucket until it is complete
 _STEP = re.compile(r"step-(\d+)")
 _FOLDER = re.compile(r"step-\d+(-export)?")
 
@@ -134,36 +135,34 @@ class StepFolders:
 class StepsInBucket(StepFolders):
     """Where a name is not changed at once: the manifest, written last and deleted first, is all that counts."""
 
-    _MARK = "being-written"
-
     def partial(self, folder: UPath) -> UPath:
         return folder
 
     def prepare(self, folder: UPath) -> None:
         with storage_errors(folder):
-            if folder.exists() and not is_complete(folder) and not (folder / self._MARK).exists():
+            if folder.exists() and not is_complete(folder) and not (folder / BEING_WRITTEN).exists():
                 self._set_aside(folder)  # not ours to delete
             remove(folder, first=MANIFEST)
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / self._MARK).write_text("")
+            (folder / BEING_WRITTEN).write_text("")
 
     def commit(self, folder: UPath) -> None:
         with storage_errors(folder):
-            (folder / self._MARK).unlink(missing_ok=True)
+            (folder / BEING_WRITTEN).unlink(missing_ok=True)
 
     def recover(self) -> None:
         """Nothing is ever between two names."""
 
     def _delete(self, folder: UPath) -> None:
         with storage_errors(folder):
-            (folder / self._MARK).write_text("")  # ours to delete, if this is interrupted
+            (folder / BEING_WRITTEN).write_text("")  # ours to delete, if this is interrupted
         remove(folder, first=MANIFEST)
 
     def _leftovers(self) -> list[UPath]:
         return [
             folder
             for folder in self._named("step-*")
-            if _FOLDER.fullmatch(folder.name) and not is_complete(folder) and (folder / self._MARK).exists()
+            if _FOLDER.fullmatch(folder.name) and not is_complete(folder) and (folder / BEING_WRITTEN).exists()
         ]
 
 
