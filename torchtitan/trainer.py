@@ -17,6 +17,7 @@ from torchtitan.checkpoint.checkpointer import Checkpointer
 from torchtitan.checkpoint.loader import Loader
 from torchtitan.checkpoint.manifest import Numbers
 from torchtitan.checkpoint.tensors import Tensors
+from torchtitan.checkpoint.titan import TitanStep
 from torchtitan.config import to_toml
 from torchtitan.data.batch import Batch
 from torchtitan.data.loader import build_loader
@@ -205,15 +206,20 @@ class Trainer:
         config = self.job.config
         names = [name for name, _ in self.job.spec.build_meta(self.job.args).named_parameters()]
         folders, tensors = checkpoint_folders(config), Tensors(self.runner.named_parameters, names, self.optimizer)
+        optimizers = self.job.optimizer.optimizers(names)
         numbers: dict[str, Numbers] = {
             "model": ModelFacts(json.loads(json.dumps(asdict(self.job.args)))),
-            "optimizer": OptimizerFacts(config.optimizer.name, self.job.optimizer.optimizers(names)),
+            "optimizer": OptimizerFacts(config.optimizer.name, optimizers),
             "train_state": self.state,
             "dataloader": self.position,
             "lr_scheduler": self.schedule_start,
         }
-        keys = config.checkpoint
-        start = Loader(folders, self.world, tensors=tensors, numbers=numbers, keys=keys).load()
+        loader = Loader(
+            folders, self.world, tensors=tensors, numbers=numbers, optimizers=optimizers, keys=config.checkpoint
+        )
+        start = loader.load()
+        if start.titan is not None:
+            self._take_over(start.titan, start.anew)
         if "lr_scheduler" in start.anew:
             self.schedule_start.after_step = self.state.step
         return Checkpointer(
@@ -222,10 +228,19 @@ class Trainer:
             tensors=tensors,
             numbers=numbers,
             config_toml=to_toml(config),
-            keys=keys,
+            keys=config.checkpoint,
             saved=start.step,
-            start={"excluded": keys.exclude_from_loading, "went_back_to": start.went_back_to},
+            start={"excluded": config.checkpoint.exclude_from_loading, "went_back_to": start.went_back_to},
         )
+
+    def _take_over(self, step: TitanStep, anew: set[str]) -> None:
+        """Stand where a run of TorchTitan's stood after a step: where its data go on follows from the number."""
+        self._settle_batch_size()
+        if "train_state" not in anew:
+            rows, seq_len = step.step * self.state.global_batch_size, self.job.config.training.seq_len
+            self.state.step, self.state.tokens_seen = step.step, step.tokens_seen or rows * seq_len
+            if "dataloader" not in anew:
+                self.position.next_row = rows
 
     def _settle_batch_size(self) -> None:
         """The global batch is the configuration's, else the checkpoint's, else one local batch for every reader."""

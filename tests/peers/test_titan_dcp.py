@@ -131,16 +131,11 @@ def folder(peer: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-NOT_WIRED = "the loader does not take a run's state from TorchTitan yet"
-
-
-@pytest.mark.skip(reason=NOT_WIRED)
 def test_a_run_goes_on_where_it_left_off(peer: Path, folder: Path) -> None:
     (outcome,) = run_ranks(run_jobs, 1, [argv(peer, folder, "ws1")])[0]
     check(peer, outcome, "ws1_resumed_from_ws1")
 
 
-@pytest.mark.skip(reason=NOT_WIRED)
 def test_a_run_goes_on_in_other_layouts(peer: Path, folder: Path) -> None:
     tensor_parallel = "--parallelism.tensor_parallel_degree=2"
     jobs = {

@@ -14,6 +14,7 @@ from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, 
 from torchtitan.checkpoint.places import share
 from torchtitan.checkpoint.storage import StepFolders, find_step
 from torchtitan.checkpoint.tensors import Tensors
+from torchtitan.checkpoint.titan import TitanStep
 from torchtitan.config.schema import Checkpoint
 from torchtitan.distributed.world import World
 from torchtitan.errors import ConfigError
@@ -23,17 +24,18 @@ from torchtitan.log import logger
 @dataclass
 class Start:
     """How a run began: the step of its own folder that it goes on from, the parts that were not loaded although there
-    was a step, and the step that it went back to by number."""
+    was a step, the step that it went back to by number, and the step of TorchTitan's that it took over."""
 
     step: int | None = None
     anew: set[str] = field(default_factory=set)
     went_back_to: int | None = None
+    titan: TitanStep | None = None
 
 
 class Loader:
     """Loads ``tensors`` and ``numbers`` from ``folders`` or elsewhere, as the keys of ``[checkpoint]`` say.
 
-    Called by all ranks together.
+    ``optimizers`` are their names by parameter. Called by all ranks together.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class Loader:
         *,
         tensors: Tensors,
         numbers: Mapping[str, Numbers],
+        optimizers: Mapping[str, str],
         keys: Checkpoint,
     ) -> None:
         self._folders = folders
         self._world = world
         self._tensors = tensors
         self._numbers = numbers
+        self._optimizers = optimizers
         self._keys = keys
 
     def load(self) -> Start:
@@ -118,8 +122,20 @@ class Loader:
         logger.info(f"starting from {'the weights' if model_only else 'everything'} in {folder}")
         if ours and not model_only:
             self._restore(folder, start)
+        elif model_only:
+            self._read(folder, {*self._keys.exclude_from_loading, "optimizer"})
         else:
-            self._read(folder, set(self._keys.exclude_from_loading) | ({"optimizer"} if model_only else set()))
+            self._take_over(folder, start)
+
+    def _take_over(self, folder: UPath, start: Start) -> None:
+        """Go on from a step that TorchTitan wrote; what follows from its number is the trainer's to work out."""
+        start.anew = set(self._keys.exclude_from_loading)
+        start.titan = titan = TitanStep(Reader(folder))
+        if "optimizer" not in start.anew:
+            titan.check_optimizer(self._optimizers)
+            for line in titan.differences(self._tensors.hyperparameters()) if self._world.rank == 0 else ():
+                logger.warning(line)
+        self._read(folder, start.anew)
 
     def _restore(self, folder: UPath, start: Start) -> None:
         manifest = Manifest.read(folder)

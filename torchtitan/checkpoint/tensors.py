@@ -49,6 +49,16 @@ class Tensors:
             self._put_optimizer_state(moments)
         self.equalize_twins()
 
+    def hyperparameters(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer's groups say of each parameter, by torch's names, but for the rate."""
+        weights = {id(parameter): name for name, parameter in self.weights.items()}
+        return {
+            weights[id(parameter)]: {key: group[key] for key in ("betas", "eps", "weight_decay") if key in group}
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in weights
+        }
+
     @torch.no_grad()
     def equalize_twins(self) -> None:
         """Give second copies the weights and the optimizer state of the first."""
