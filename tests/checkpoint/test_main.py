@@ -296,6 +296,25 @@ def test_other_shapes_dtypes_and_names(show: Show, tmp_path: Path) -> None:
     assert code == 1 and found["only_in_b"] == ["bias"] and len(found["only_in_a"]) == 6
 
 
+def test_tensors_of_all_kinds(show: Show, tmp_path: Path) -> None:
+    odd = {
+        "empty": (torch.ones(0, 2), torch.ones(0, 2, dtype=torch.float64), 0, 0.0),
+        "scalar": (torch.tensor(3.0), torch.tensor(5.0), 1, 2.0),
+        "switch": (torch.tensor([True, True]), torch.tensor([True, False]), 1, 1.0),
+        "large": (torch.tensor([2**60, 1]), torch.tensor([2**60 + 1, 1]), 1, 0.0),  # one and the same double
+        "half": (torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16), 3, 1.0),
+        "quarter": (torch.ones(3).to(torch.float8_e4m3fn), torch.zeros(3).to(torch.float8_e4m3fn), 3, 1.0),
+        "complex": (torch.tensor([1 + 1j]), torch.tensor([1 + 3j]), 1, 2.0),
+    }
+    for i in (0, 1):
+        folder = tmp_path / f"step-{i}"
+        dcp.save({name: pair[i] for name, pair in odd.items()}, checkpoint_id=folder, no_dist=True)
+    code, found = as_json(show, "compare", tmp_path / "step-0", tmp_path / "step-1")
+    assert code == 1 and all(told["differs"] for told in found["tensors"].values())
+    told = {name: (t["differing"], t["largest"]) for name, t in found["tensors"].items()}
+    assert told == {name: (differing, largest) for name, (_, _, differing, largest) in odd.items()}
+
+
 def test_numbers_and_states_count_unless_the_model_alone_is_asked_for(show: Show, tmp_path: Path) -> None:
     changes = {
         "optimizer_state_layers_0_wq_weight_exp_avg": torch.zeros(2, 3),

@@ -23,7 +23,8 @@ _BLOCK = 1 << 20  # elements that are compared in double precision at a time
 class Difference:
     """Of two tensors of one name. ``differing`` of ``elements`` differ, ``outside`` of them by more than is tolerated;
     ``largest`` is the largest difference, ``magnitude`` the largest finite value; ``nans`` are NaN in both and equal,
-    ``nans_in_one`` in one of them. ``same_bits`` says more than that none differs."""
+    ``nans_in_one`` in one of them. ``same_bits`` says more than that none differs, and then the magnitude is not known.
+    """
 
     name: str
     shapes: tuple[list[int], list[int]]
@@ -32,7 +33,7 @@ class Difference:
     differing: int = 0
     outside: int = 0
     largest: float = 0.0
-    magnitude: float = 0.0
+    magnitude: float | None = None
     nans: int = 0
     nans_in_one: int = 0
     same_bits: bool = False
@@ -43,7 +44,9 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        return self.largest / self.magnitude if self.magnitude else math.inf if self.largest else 0.0
+        if not self.largest:
+            return 0.0
+        return self.largest / self.magnitude if self.magnitude else math.inf
 
 
 @dataclass
@@ -138,7 +141,10 @@ def _difference(name: str, one: Reader, two: Reader, rtol: float, atol: float) -
 def _compare_values(found: Difference, one: Tensor, two: Tensor, rtol: float, atol: float) -> None:
     found.elements = one.numel()
     found.same_bits = one.dtype == two.dtype and one.view(torch.uint8).equal(two.view(torch.uint8))
-    if not found.elements:
+    if found.same_bits:  # most often, and quick to see
+        blocks = one.split(_BLOCK) if one.dtype.is_floating_point else ()
+        found.nans = sum(int(block.float().isnan().sum()) for block in blocks)
+    if found.same_bits or not found.elements:
         return
     for a, b in zip(one.split(_BLOCK), two.split(_BLOCK), strict=True):
         x, y = (part.to(torch.complex128 if part.is_complex() else torch.float64) for part in (a, b))
@@ -154,4 +160,4 @@ def _compare_values(found: Difference, one: Tensor, two: Tensor, rtol: float, at
         found.nans_in_one += int((either & ~both).sum())
         found.largest = max(found.largest, float(gap.max()))
         for value in (x.abs(), y.abs()):
-            found.magnitude = max(found.magnitude, float(torch.where(value.isfinite(), value, 0.0).max()))
+            found.magnitude = max(found.magnitude or 0.0, float(torch.where(value.isfinite(), value, 0.0).max()))

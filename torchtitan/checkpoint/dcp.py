@@ -6,12 +6,11 @@ of the index see ``index.py``, and everything else is read as tensors and plain 
 
 import contextlib
 import hashlib
-import io
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,14 +21,13 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from upath import UPath
 
-from torchtitan.checkpoint.index import Entry, Index, Part
+from torchtitan.checkpoint.index import Index, readable
 from torchtitan.checkpoint.manifest import CheckpointError
-from torchtitan.checkpoint.places import FileRecord, is_local, one_line, storage_errors
+from torchtitan.checkpoint.places import FileRecord, is_local, storage_errors
 from torchtitan.checkpoint.storage import METADATA
 
 # Top-level keys of other parts in checkpoints of TorchTitan, which stand beside the model's.
 _NO_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
-_T = TypeVar("_T")
 
 
 class Streams(FileSystemBase):
@@ -230,10 +228,10 @@ class Reader:
         if missing := next((name for name in into if name not in self.tensors), None):
             raise CheckpointError(f"{self.folder} holds no tensor {missing}")
         planner = dcp.DefaultLoadPlanner()
-        with _readable(self.folder):
+        with readable(self.folder):
             planner.set_up_planner(dict(into), self.index.metadata, is_coordinator=True)
             items = planner.create_local_plan().items
-            for item, stored in self._stored([(item, item.storage_index) for item in items]):
+            for item, stored in self.index.stored([(item, item.storage_index) for item in items]):
                 piece = self._tensor_in(stored, item.storage_index)
                 for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                     piece = piece.narrow(dim, start, length)
@@ -257,7 +255,7 @@ class Reader:
         wanted = [(name, MetadataIndex(name)) for name in names]
         if missing := next((name for name, _ in wanted if name not in self.values), None):
             raise CheckpointError(f"{self.folder} holds no value {missing}")
-        return {name: self._load(stored, name) for name, stored in self._stored(wanted)}
+        return {name: self._load(stored, name) for name, stored in self.index.stored(wanted)}
 
     def _tensor_in(self, stored: BinaryIO, key: MetadataIndex) -> Tensor:
         entry, piece = self.tensors[key.fqn], self._load(stored, key.fqn)
@@ -271,47 +269,12 @@ class Reader:
         return piece.detach()
 
     def _load(self, stored: BinaryIO, name: str) -> Any:
-        with _readable(f"{name} in {self.folder}"):
+        with readable(f"{name} in {self.folder}"):
             try:
                 return torch.load(stored, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:  # what torch says of it is how to run it all the same
                 problem = f"{name} in {self.folder} is damaged, or holds more than tensors and plain values"
                 raise CheckpointError(problem) from error
-
-    def _stored(self, wanted: Iterable[tuple[_T, MetadataIndex]]) -> Iterator[tuple[_T, BinaryIO]]:
-        """Each of ``wanted`` with its bytes, in the order in which they lie; each file opened once."""
-        files: dict[str, list[tuple[_T, Entry, str]]] = {}
-        for what, key in wanted:
-            entry = self.index.entry(key)
-            files.setdefault(entry.file, []).append((what, entry, key.fqn))
-        for name, parts in files.items():
-            path = self.folder / name
-            with _readable(path):
-                file = path.open("rb")
-            with file:
-                with _readable(path):
-                    size = file.seek(0, os.SEEK_END)
-                for what, entry, fqn in sorted(parts, key=lambda part: part[1].offset):
-                    if entry.offset + entry.length > size:
-                        raise CheckpointError(f"{path} has {size} bytes, and {fqn} is said to lie beyond them")
-                    if is_local(path):
-                        yield what, cast(BinaryIO, Part(file, entry))
-                        continue
-                    with _readable(path):  # asked for in one piece, a piece after the other
-                        file.seek(entry.offset)
-                        content = file.read(entry.length)
-                    yield what, io.BytesIO(content)
-
-
-@contextlib.contextmanager
-def _readable(what: object) -> Iterator[None]:
-    """Anything may come out of damaged files and of storages that fail: within, it is a CheckpointError on ``what``."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{what} cannot be read: {one_line(error)}") from error
 
 
 class _Writer(dcp.FileSystemWriter):

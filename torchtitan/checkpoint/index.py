@@ -1,17 +1,18 @@
 """The index of a distributed checkpoint (``.metadata``): read without running anything, and held against itself.
 
-What it points to is read in ``dcp.py``. The index is a pickle, of which only the classes of an index are let in; what
-they then say is believed no further than it fits together.
+What the bytes mean that it points to is read in ``dcp.py``. The index is a pickle, of which only the classes of an
+index are let in; what they then say is believed no further than it fits together.
 """
 
+import contextlib
 import io
 import math
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -24,8 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 from upath import UPath
 
 from torchtitan.checkpoint.manifest import CheckpointError
-from torchtitan.checkpoint.places import one_line, storage_errors
+from torchtitan.checkpoint.places import is_local, one_line, storage_errors
 from torchtitan.checkpoint.storage import METADATA
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,22 @@ class Part(io.RawIOBase):
         return int(read)
 
 
+@contextlib.contextmanager
+def readable(what: object) -> Iterator[None]:
+    """Anything may come out of damaged files and of storages that fail: within, it is a CheckpointError on ``what``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what} cannot be read: {one_line(error)}") from error
+
+
 class Index:
     """What the step in ``folder`` holds, and where. CheckpointError where it is unreadable or does not fit together."""
 
     def __init__(self, folder: UPath) -> None:
+        self.folder = folder
         path = folder / METADATA
         try:
             with storage_errors(folder), path.open("rb") as file:
@@ -101,6 +116,30 @@ class Index:
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Name and place of each piece of each tensor, and of each value."""
         return ((key.fqn, self.entry(key)) for key in self.metadata.storage_data)
+
+    def stored(self, wanted: Iterable[tuple[_T, MetadataIndex]]) -> Iterator[tuple[_T, BinaryIO]]:
+        """Each of ``wanted`` with its bytes, in the order in which they lie; each file opened once."""
+        files: dict[str, list[tuple[_T, Entry, str]]] = {}
+        for what, key in wanted:
+            entry = self.entry(key)
+            files.setdefault(entry.file, []).append((what, entry, key.fqn))
+        for name, parts in files.items():
+            path = self.folder / name
+            with readable(path):
+                file = path.open("rb")
+            with file:
+                with readable(path):
+                    size = file.seek(0, os.SEEK_END)
+                for what, entry, fqn in sorted(parts, key=lambda part: part[1].offset):
+                    if entry.offset + entry.length > size:
+                        raise CheckpointError(f"{path} has {size} bytes, and {fqn} is said to lie beyond them")
+                    if is_local(path):
+                        yield what, cast(BinaryIO, Part(file, entry))
+                        continue
+                    with readable(path):  # asked for in one piece, a piece after the other
+                        file.seek(entry.offset)
+                        content = file.read(entry.length)
+                    yield what, io.BytesIO(content)
 
     def _problems(self) -> Iterator[str]:
         if not isinstance(self.metadata, Metadata):
