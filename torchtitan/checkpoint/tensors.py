@@ -13,9 +13,6 @@ from torchtitan.checkpoint.dcp import Reader
 from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.errors import ConfigError
 
-# Top-level keys of other parts in checkpoints of TorchTitan, which stand beside the model's.
-_NO_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
-
 
 class Tensors:
     """``parameters`` of this rank with the state that ``optimizer`` keeps of each.
@@ -69,7 +66,7 @@ class Tensors:
 
     def _check_weights(self, reader: Reader) -> None:
         folder, remedy = reader.folder, "are model.name, model.flavor and model.args those it was saved with?"
-        stored = {name: entry.size for name, entry in reader.tensors.items() if not name.startswith(_NO_WEIGHTS)}
+        stored = {name: reader.tensors[name].size for name in reader.weights}
         for name in self.names:
             if name not in stored:
                 raise CheckpointError(f"{folder} holds no {name}; {remedy}")
