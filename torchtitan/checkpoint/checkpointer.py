@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 from upath import UPath
 
 from torchtitan.checkpoint.background import BESIDE_TRAINING, DirectWriter, Failure, Task, Writer, attempt
-from torchtitan.checkpoint.dcp import Written, global_plans, local_plan, nbytes, write_metadata
+from torchtitan.checkpoint.content import Content, Planner
+from torchtitan.checkpoint.dcp import Reader, Written
 from torchtitan.checkpoint.manifest import CheckpointError, Manifest, Numbers
 from torchtitan.checkpoint.places import FileRecord, free_bytes, write_durably
 from torchtitan.checkpoint.storage import StepFolders, is_complete
@@ -28,15 +27,6 @@ from torchtitan.log import logger
 
 _POLL_SECONDS = 0.05
 _SPARE_BYTES = 16 << 20  # for what is written beside the tensors
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Which tensors this rank writes of those it holds, and on rank 0 the index of all."""
-
-    held: SavePlan
-    share: SavePlan
-    index: Metadata | None
 
 
 @dataclass
@@ -58,7 +48,8 @@ class _Save:
 class Checkpointer:
     """Saves ``tensors`` and ``numbers`` of a run into ``folders`` as the keys of ``[checkpoint]`` say.
 
-    ``saved`` is the step that was loaded and need not be saved again, ``start`` what a restart of the same command must
+    ``huggingface`` makes a step's weights a Hugging Face model. ``saved`` is the step that was loaded and need not be
+    saved again, ``start`` what a restart of the same command must
     not do a second time. All methods are called by all ranks together, on the training thread.
     """
 
@@ -69,6 +60,7 @@ class Checkpointer:
         *,
         tensors: Tensors,
         numbers: Mapping[str, Numbers],
+        huggingface: Callable[[Reader, torch.dtype, World], Content],
         config_toml: str,
         keys: Checkpoint,
         saved: int | None,
@@ -78,14 +70,14 @@ class Checkpointer:
         self._world = world
         self._tensors = tensors
         self._numbers = numbers
+        self._huggingface = huggingface
         self._config_toml = config_toml
         self._keys = keys
         self._saved = saved
         self._start = start
-        self._direct: Writer = DirectWriter()
-        beside = None if keys.load_only else BESIDE_TRAINING.get(keys.async_mode)
-        self._writer = self._direct if beside is None else beside()
-        self._plans: dict[str, _Plan] = {}
+        self._beside_training = keys.async_mode in BESIDE_TRAINING and not keys.load_only
+        self._writer: Writer = BESIDE_TRAINING[keys.async_mode]() if self._beside_training else DirectWriter()
+        self._planner = Planner(world)
         self._save: _Save | None = None
 
     def save(self, step: int, *, last: bool = False) -> None:
@@ -108,21 +100,26 @@ class Checkpointer:
                 "the next save is tried as usual"
             )
             return
-        state = {name: part.state_dict() for name, part in self._numbers.items()}
-        self._begin_tensors(step, self._folders.path(step), self._tensors.state(), state | {"start": self._start}, last)
-        if last or self._writer is self._direct:
+        state = {name: part.state_dict() for name, part in self._numbers.items()} | {"start": self._start}
+        # Of the last one no copy is needed: nothing changes any more.
+        content = self._planner.plan(self._tensors.state(), DirectWriter() if last else self._writer)
+        self._begin(step, self._folders.path(step), content, state, last=last)
+        if last or not self._beside_training:
             self.finish()
 
     def export(self, step: int) -> None:
         """Leave the weights of the saved ``step`` alone beside it if the keys say so and they are not there yet;
         CheckpointError if that fails."""
         keys, folder = self._keys, self._folders.export(step)
-        wanted = keys.last_save_model_only and not keys.load_only
+        wanted = (keys.last_save_model_only or keys.last_save_in_hf) and not keys.load_only
         if not wanted or self._world.gather(is_complete(folder))[0]:
             return
-        state = {"model": self._numbers["model"].state_dict()}
         dtype = getattr(torch, keys.export_dtype)
-        self._begin_tensors(step, folder, self._tensors.weights, state, last=True, dtype=dtype)
+        if keys.last_save_in_hf:
+            content: Content = self._huggingface(Reader(self._folders.path(step)), dtype, self._world)
+        else:
+            content = self._planner.plan(self._tensors.weights, DirectWriter(), dtype=dtype)
+        self._begin(step, folder, content, {"model": self._numbers["model"].state_dict()}, last=True)
         self.finish()
 
     def finish(self) -> None:
@@ -148,65 +145,19 @@ class Checkpointer:
 
     # Begin on all ranks, write on each, complete on rank 0
 
-    def _begin_tensors(
-        self,
-        step: int,
-        folder: UPath,
-        tensors: Mapping[str, Any],
-        state: Mapping[str, Any],
-        last: bool,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        held, resolve = local_plan(tensors, dtype=dtype)
-        plan = self._agree_on(held, "export" if dtype else "step")
-        writer = self._direct if last else self._writer
-
-        def begin() -> Callable[[], Written]:
-            writer.prepare(plan.share, resolve)
-            return lambda: writer.write(self._folders.partial(folder))
-
-        def index(shares: Sequence[Written]) -> Mapping[str, FileRecord]:
-            assert plan.index is not None
-            files = write_metadata(self._folders.partial(folder), plan.index, shares)
-            return {name: file for share in shares for name, file in share.files.items()} | files
-
-        self._begin(step, folder, nbytes(plan.share), begin, index, state, last)
-
-    def _agree_on(self, held: SavePlan, kind: str) -> _Plan:
-        """Which rank writes what, worked out anew only if some rank holds other tensors than the last time."""
-        known = self._plans.get(kind)
-        (changed,) = self._world.sum([float(known is None or known.held != held)])
-        if not changed:
-            assert known is not None
-            return known
-        shares, index = None, None
-        if (everyones := self._world.gather_to_first(held)) is not None:
-            shares, index = global_plans(everyones)
-        self._plans[kind] = _Plan(held, self._world.scatter(shares), index)
-        return self._plans[kind]
-
-    def _begin(
-        self,
-        step: int,
-        folder: UPath,
-        bytes_to_write: int,
-        begin: Callable[[], Callable[[], Any]],
-        index: Callable[[Sequence[Any]], Mapping[str, FileRecord]],
-        state: Mapping[str, Any],
-        last: bool,
-    ) -> None:
+    def _begin(self, step: int, folder: UPath, content: Content, state: Mapping[str, Any], *, last: bool) -> None:
         began, folders, name = time.monotonic(), self._folders, folder.name.replace("-", " ")
         unnamed = folders.partial(folder)
-        (total,) = self._world.sum([float(bytes_to_write)])
+        (total,) = self._world.sum([float(content.bytes)])
 
-        def prepare() -> None:
+        def make_room() -> None:
             free = free_bytes(folders.root)
             if free is not None and free < total + _SPARE_BYTES:
                 raise OSError(f"it needs {_gib(total)} and there are {_gib(free)} left on the disk")
             folders.prepare(folder)
 
-        def complete(shares: Sequence[Any]) -> None:
-            files = dict(index(shares))
+        def complete(shares: Sequence[Written]) -> None:
+            files = dict(content.complete(unnamed, shares))
             write_durably(unnamed / "config.toml", self._config_toml)
             files["config.toml"] = FileRecord.of(unnamed / "config.toml")
             Manifest(step, state, files).write(unnamed)
@@ -216,13 +167,11 @@ class Checkpointer:
             if isinstance(removal, Failure):
                 logger.warning(f"older steps in {folders.root} could not be removed: {removal.message}")
 
-        failure = self._first_failure(attempt(prepare) if self._world.rank == 0 else None)
-        if failure is not None:
+        if failure := self._first_failure(attempt(make_room) if self._world.rank == 0 else None):
             self._tell(name, failure, last)
             return
-        write = begin()
-        waits = last or self._writer is self._direct
-        self._save = _Save(step, name, folder, Task(write, low_priority=not waits), complete, last, began)
+        task = Task(content.begin(unnamed), low_priority=self._beside_training and not last)
+        self._save = _Save(step, name, folder, task, complete, last, began)
 
     def _advance(self) -> None:
         """Let the save in flight take its next turn, once all ranks are through with the last one."""
