@@ -122,6 +122,13 @@ def test_retention_keeps_the_newest_and_sweeps_leftovers(folders: StepFolders) -
     assert sorted(p.name for p in folders.root.iterdir()) == ["step-15", "step-20"]
 
 
+def test_retention_keeps_multiples_for_good(folders: StepFolders) -> None:
+    for step in (5, 10, 15, 20, 25, 30):
+        write(folders, step)
+        folders.retain(2, 10)
+    assert folders.steps() == [10, 20, 25, 30]
+
+
 def test_going_back_sets_later_steps_aside(folders: StepFolders) -> None:
     for step in (5, 10, 15):
         write(folders, step)

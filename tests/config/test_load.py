@@ -59,8 +59,8 @@ def test_bad_command_lines(arguments: str, line: str) -> None:
             "training.local_batch_size=0 (job.toml, as training.batch_size): must be at least 1",
         ),
         (
-            "[checkpoint]\nlast_save_model_only = true",
-            "checkpoint.last_save_model_only=true (job.toml): a model-only ...",
+            "[checkpoint]\ninitial_load_in_hf_quantized = true",
+            "checkpoint.initial_load_in_hf_quantized=true (job.toml): loading quantized weights ...",
         ),
         (
             "[[data.sources]]\ndataset = 'text'",
