@@ -92,7 +92,7 @@ def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
     try:
         yield process
     finally:
-        for pid in _with_descendants(process.pid):
+        for pid in with_descendants(process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
@@ -114,5 +114,6 @@ def children_of(pid: int) -> list[int]:
     return sorted(children)
 
 
-def _with_descendants(pid: int) -> list[int]:
-    return [pid, *(inner for child in children_of(pid) for inner in _with_descendants(child))]
+def with_descendants(pid: int) -> list[int]:
+    """``pid`` and the process ids of all that it and its children have started and still run."""
+    return [pid, *(inner for child in children_of(pid) for inner in with_descendants(child))]

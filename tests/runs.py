@@ -79,7 +79,7 @@ def run_job(world: World, argv: Sequence[str]) -> Outcome:
         return step(batches, num_valid)
 
     trainer.train_step = spy  # type: ignore[method-assign]
-    finished = trainer.run(StopRequest())
+    finished = trainer.run(StopRequest(config.job.max_duration_minutes))
     trainer.close()
     by_reader = dict(world.gather((trainer.topology.reader_rank, own_rows)))
     ordered = [rows for _, rows in sorted(by_reader.items())]

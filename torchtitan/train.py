@@ -23,7 +23,7 @@ from torchtitan.log import init_logger, logger
 from torchtitan.platforms import check_platform, check_processes
 from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, LAUNCHER, STOPPED, End
 from torchtitan.resilience.folder import own_folder
-from torchtitan.resilience.guard import StopRequest, die_when_signalled
+from torchtitan.resilience.guard import StopRequest, die_when_signalled, ignore_signals
 from torchtitan.secrets import hidden, hide_in_tracebacks
 
 if TYPE_CHECKING:  # torch costs seconds, and a mistyped key is told before
@@ -107,6 +107,7 @@ def run(job: Job, folder: Path, started: float) -> int:
                 why = f" after {reason}" if reason else ""
                 logger.info(f"{end.reason} at step {trainer.state.step}{why}")
                 replace(end, step=trainer.state.step).write(folder)
+        ignore_signals()
         return end.exit_code
     except BaseException as error:  # torch's CheckpointException is no Exception
         return fail(error, config, getattr(getattr(trainer, "state", None), "step", None))

@@ -1,7 +1,9 @@
 """The commands as users type them: what they print, how fast, and how they end."""
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import CHECKOUT
-from tests.launch import children_of, run_command, started
+from tests.launch import children_of, run_command, started, with_descendants
 from tests.runs import metrics, tiny_argv
 from torchtitan.log import logger
 from torchtitan.train import main as train_main
 
 TRAIN = [sys.executable, "-m", "torchtitan.train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "torchtitan.train"]
 
 # A part registered from outside: cross entropy that raises on one rank when the third step calls it.
 FAULTY_LOSS = """
@@ -168,6 +171,7 @@ def test_a_run_leaves_what_the_documents_promise_and_is_not_run_twice(tmp_path: 
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4]
     assert [p.name for p in (folder / "checkpoint").iterdir()] == ["step-4"]
 
+    (folder / "end.json").unlink()  # as if killed after the last save
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
     again = launch(argv, 2)
     assert again.returncode == 0
@@ -259,6 +263,45 @@ def test_what_happens_to_one_rank_happens_to_all(tmp_path: Path, number: signal.
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
+@contextlib.contextmanager
+def running_under_torchrun(argv: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """At its third step or a later one."""
+    with started([*TORCHRUN, *argv], cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        wait_for_step(folder, 3)
+        yield process
+
+
+def test_plain_torchrun_stops_when_everything_is_signalled_and_goes_on(tmp_path: Path) -> None:
+    """As a scheduler does; torchrun passes it on, so that each rank and loader worker gets it twice."""
+    folder = tmp_path / "run"
+    argv = tiny_argv(tmp_path, "--checkpoint.enable", "--training.dataloader.num_workers=2")
+    with running_under_torchrun([*argv, "--training.steps=100000"], folder) as process:
+        everything = with_descendants(process.pid)
+        assert len(everything) == 1 + 2 + 4
+        for pid in everything:
+            os.kill(pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    left = end(folder)
+    assert (left["reason"], left["exit_code"]) == ("stopped", 75), output
+    assert f"stopped at step {left['step']} after SIGINT" in output
+    assert [p.name for p in (folder / "checkpoint").iterdir()] == [f"step-{left['step']}"]
+
+    again = run([*TORCHRUN, *argv, f"--training.steps={left['step'] + 2}"])
+    assert again.returncode == 0, again.stderr
+    assert [line["step"] for line in metrics(folder)] == list(range(1, left["step"] + 3))
+    assert end(folder)["reason"] == "done"
+
+
+def test_all_ranks_end_with_75_when_one_is_signalled(tmp_path: Path) -> None:
+    argv = tiny_argv(tmp_path, "--checkpoint.enable", "--training.steps=100000")
+    with running_under_torchrun(argv, tmp_path / "run") as process:
+        os.kill(children_of(process.pid)[1], signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    # torchrun signals the others once the first has gone, and would show that as their end.
+    assert re.findall(r"exitcode +: (-?\d+)", output) == ["75", "75"]
+    assert [p.name for p in (tmp_path / "run" / "checkpoint").iterdir()] == [f"step-{end(tmp_path / 'run')['step']}"]
+
+
 def wait_for_step(folder: Path, step: int, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -308,8 +351,8 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
-    argv = tiny_argv(tmp_path, "--training.steps=100000")
+def test_workers_of_a_killed_launcher_save_and_end(tmp_path: Path) -> None:
+    argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable")
     environment = {**os.environ, **_on_path({"NGPU": "2"})}
     with started(
         ["./run_train.sh", *argv], cwd=CHECKOUT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -320,4 +363,6 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and not (tmp_path / "run" / "end.json").exists():
         time.sleep(0.1)
-    assert end(tmp_path / "run")["exit_code"] == 75
+    left = end(tmp_path / "run")
+    assert left["exit_code"] == 75
+    assert [p.name for p in (tmp_path / "run" / "checkpoint").iterdir()] == [f"step-{left['step']}"]

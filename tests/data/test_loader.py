@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data._utils import signal_handling
 
 from torchtitan.data.batch import IGNORE_INDEX, Batch
 from torchtitan.data.loader import Loader, Share, build_loader
@@ -190,13 +191,27 @@ class TestWorkers:
             running = iter(loader)
             seen = [rows_in(next(running))]
             started = set(children(os.getpid())) - before
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
                 for pid in started:
                     # From another process, as from torchrun, a batch system or a terminal.
                     subprocess.run(["kill", f"-{number}", str(pid)], check=True)
             time.sleep(0.3)
             seen += [rows_in(next(running)) for _ in range(10)]
         assert [row for step in seen for row in step] == list(range(88))
+
+    def test_survive_one_that_comes_while_they_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        handlers = signal_handling._set_worker_signal_handlers
+
+        def signalled() -> None:
+            handlers()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+                os.kill(os.getpid(), number)
+
+        monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", signalled)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        with loading(num_workers=2) as loader:
+            assert rows_in(next(iter(loader))) == list(range(8))
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 SCRIPT = """

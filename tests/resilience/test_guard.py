@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from torchtitan.resilience import guard
 from torchtitan.resilience.guard import GarbageCollection, StopRequest
 
 
@@ -27,12 +28,23 @@ def test_a_signal_is_a_request(number: signal.Signals) -> None:
     assert stop and stop.reason == number.name
 
 
-def test_a_second_interrupt_is_no_request_any_more() -> None:
+def test_a_second_interrupt_is_no_request_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_SAME_SECONDS", 0.2)
     stop = StopRequest()
     os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)  # the same one, passed on by a launcher
     assert stop
+    time.sleep(0.25)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_reason_is_the_one_that_is_told() -> None:
+    """The end of a launcher is noticed as a SIGTERM, whatever ended it."""
+    stop = StopRequest()
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+    assert stop and stop.reason == "SIGUSR1"
 
 
 def test_time_runs_out() -> None:

@@ -23,6 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.data.batch import IGNORE_INDEX, Batch
 from torchtitan.data.packing import Rows
 from torchtitan.errors import ConfigError
+from torchtitan.platforms import SIGNALS
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -75,7 +76,12 @@ class Loader:
         self._running: Any = None
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        self._running = iter(self._steps)
+        # Born deaf to them: a signal that came before _outlive_signals would end a worker.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self._running = iter(self._steps)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for tensors in self._running:
             yield [Batch(*micro_batch) for micro_batch in zip(*tensors, strict=True)]
 
@@ -168,8 +174,7 @@ def _outlive_signals(worker: int) -> None:
     They obey the trainer alone, which ends them when it closes or exits; and when it is killed, torch's worker
     loop, which looks for its parent every few seconds, ends by itself.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     threading.Thread(target=_end_when_the_trainer_says, daemon=True).start()
 
 

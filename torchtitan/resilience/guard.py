@@ -9,12 +9,10 @@ import time
 from types import FrameType
 
 from torchtitan.log import logger
+from torchtitan.platforms import SIGNALS
 
-# By name: Windows lacks two of them, and is told of in words, not by this import.
-SIGNALS = tuple(
-    signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if name in signal.Signals.__members__
-)
-"""What asks a run to stop."""
+_SAME_SECONDS = 2.0
+"""One Ctrl-C may come twice so soon: to the whole job at once, and passed on by a launcher."""
 
 
 def die_when_signalled() -> None:
@@ -23,15 +21,25 @@ def die_when_signalled() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def ignore_signals() -> None:
+    """Let nothing end this process any more but itself: it has nothing left to save, and its exit code is to be seen.
+
+    Whoever leaves first makes torchrun end the others, which Python leaves without handlers on their way out.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class StopRequest:
     """Becomes true once this process is asked to stop, by a signal or by ``max_duration_minutes`` running out.
 
     The minutes count from ``started`` (``time.monotonic()``; None: now). The step in progress ends as usual. A second
-    Ctrl-C stops at once.
+    Ctrl-C, seconds after the first, stops at once.
     """
 
     def __init__(self, max_duration_minutes: float | None = None, started: float | None = None) -> None:
         self.reason: str | None = None
+        self._interrupted: float | None = None
         begin = time.monotonic() if started is None else started
         self._deadline = None if max_duration_minutes is None else begin + 60 * max_duration_minutes
         for number in SIGNALS:
@@ -39,8 +47,12 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.reason = signal.Signals(number).name
+            now = time.monotonic()
+            if self._interrupted is None:
+                self._interrupted = now
+            elif now - self._interrupted > _SAME_SECONDS:
+                raise KeyboardInterrupt
+        self.reason = self.reason or signal.Signals(number).name
 
     def __bool__(self) -> bool:
         if self.reason is None and self._deadline is not None and time.monotonic() >= self._deadline:
