@@ -15,9 +15,8 @@ from types import FrameType
 from torchtitan.config import ConfigError, JobConfig, describe_error, load_config
 from torchtitan.config.presets import DEFAULT
 from torchtitan.log import init_logger, logger
-from torchtitan.platforms import check_platform, check_processes
+from torchtitan.platforms import SIGNALS, check_platform, check_processes
 from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, LAUNCHER, STOPPED, End
-from torchtitan.resilience.guard import SIGNALS
 from torchtitan.secrets import hide_in_tracebacks
 from torchtitan.train import main as train_main
 

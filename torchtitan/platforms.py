@@ -1,13 +1,20 @@
-"""On which operating systems what runs: Linux anything, macOS one process, Windows nothing.
+"""On which operating systems what runs: Linux anything, macOS one process, Windows nothing; and what stops it.
 
 Which devices there are is known in ``distributed/world.py`` and ``observe/device.py``.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from torchtitan.errors import ConfigError
+
+# By name: Windows lacks two of them, and is told of in words, not by this import.
+SIGNALS = tuple(
+    signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if name in signal.Signals.__members__
+)
+"""What asks a run to stop."""
 
 
 def check_platform() -> None:

@@ -23,11 +23,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.data.batch import IGNORE_INDEX, Batch
 from torchtitan.data.packing import Rows
 from torchtitan.errors import ConfigError
+from torchtitan.platforms import SIGNALS
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-_REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
-"""What asks a whole job to stop."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         # Born deaf to them: a signal that came before _outlive_signals would end a worker.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._running = iter(self._steps)
         finally:
@@ -176,7 +174,7 @@ def _outlive_signals(worker: int) -> None:
     They obey the trainer alone, which ends them when it closes or exits; and when it is killed, torch's worker
     loop, which looks for its parent every few seconds, ends by itself.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     threading.Thread(target=_end_when_the_trainer_says, daemon=True).start()
 
 

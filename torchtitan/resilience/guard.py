@@ -9,12 +9,8 @@ import time
 from types import FrameType
 
 from torchtitan.log import logger
+from torchtitan.platforms import SIGNALS
 
-# By name: Windows lacks two of them, and is told of in words, not by this import.
-SIGNALS = tuple(
-    signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if name in signal.Signals.__members__
-)
-"""What asks a run to stop."""
 _SAME_SECONDS = 2.0
 """One Ctrl-C may come twice so soon: to the whole job at once, and passed on by a launcher."""
 
