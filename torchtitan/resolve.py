@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from torchtitan.checkpoint.storage import CheckpointError, Manifest, StepFolders, damage, find_step
+from torchtitan.checkpoint.manifest import CheckpointError, Manifest, damage
+from torchtitan.checkpoint.storage import StepFolders, find_step
 from torchtitan.config import JobConfig
 from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids

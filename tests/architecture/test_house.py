@@ -23,7 +23,7 @@ FLOORS = [
     {"resolve", "state"},
     {"trainer"},
     {"trainers"},
-    {"train"},
+    {"train", "convert"},
     {"launch"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
