@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 import sys
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, damage
-from torchtitan.checkpoint.places import free_bytes, is_local, one_line, place
-from torchtitan.checkpoint.storage import find_step, step_folders
+from torchtitan.checkpoint.places import free_bytes, is_local, one_line, place, storage_errors
+from torchtitan.checkpoint.storage import METADATA, find_step, step_folders
 from torchtitan.config import describe_error, load_config
 from torchtitan.config.toml import key_text, parse, value_text
 from torchtitan.errors import ConfigError
-from torchtitan.log import init_logger, logger
+from torchtitan.log import init_logger
 from torchtitan.platforms import check_platform
 
 if TYPE_CHECKING:  # torch costs seconds, and help is given before
@@ -122,9 +123,9 @@ def _from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
     import torch
 
     from torchtitan.checkpoint.dcp import write_lazily
-    from torchtitan.checkpoint.export import overflows
+    from torchtitan.checkpoint.export import Overflow, write_file
     from torchtitan.checkpoint.huggingface import Source, args_of
-    from torchtitan.checkpoint.weight_files import WeightFolder, write_file
+    from torchtitan.checkpoint.weight_files import WeightFolder
     from torchtitan.models.huggingface import family_of
     from torchtitan.models.spec import MODELS
 
@@ -139,17 +140,19 @@ def _from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
     kinds = set.union(*map(source.dtypes, source.shapes))
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else kinds.pop() if len(kinds) == 1 else torch.float32
     total = sum(shape.numel() for shape in source.shapes.values()) * dtype.itemsize
-    warned = False
+    overflow = Overflow()
+
+    @functools.cache  # torch holds on to every tensor until its file is whole: those of one shape share their memory
+    def room(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
     with _new_folder(arguments.OUT, total) as folder, _progress(total) as wrote:
 
         def load(name: str) -> torch.Tensor:
-            nonlocal warned
-            tensor = torch.empty(source.shapes[name], dtype=max(source.dtypes(name), key=lambda kind: kind.itemsize))
+            tensor = room(source.shapes[name], max(source.dtypes(name), key=lambda kind: kind.itemsize))
             source.fill(name, tensor)
-            cast = tensor.to(dtype)
-            if not warned and overflows(tensor, cast):
-                warned = True
-                logger.warning(f"{name} has values beyond float16, which become infinite; take bfloat16 or float32")
+            cast = tensor if tensor.dtype is dtype else room(tensor.shape, dtype).copy_(tensor)
+            overflow.look(name, tensor, cast)
             wrote(cast.nbytes)
             return cast
 
@@ -198,6 +201,7 @@ def _to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
         raise ConfigError("--tokenizer", f"{tokenizer} is no folder with tokenizer.json or the like")
     step = find_step(arguments.IN, key=arguments.IN)
     manifest = Manifest.read(step) if (step / MANIFEST).is_file() else None
+    _check(step, manifest, (METADATA, _CONFIG))
     family, spec, args = _model_of(step, manifest, overrides)
     plan = export_plan(
         spec,
@@ -206,8 +210,7 @@ def _to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
         shard_bytes=int(arguments.shard_size_gb * 1e9),
     )
-    if manifest is not None and (problem := damage(step, manifest, manifest.files)):
-        raise CheckpointError(problem)
+    _check(step, manifest)
     number = re.fullmatch(r"step-(\d+)", step.name)
     with _new_folder(arguments.OUT, plan.bytes) as folder, _progress(plan.bytes) as wrote:
         files = write_files(plan, reader, folder, plan.files, wrote=wrote)
@@ -215,6 +218,14 @@ def _to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
         done = manifest.step if manifest is not None else int(number[1]) if number else 0
         Manifest(done, {"model": dataclasses.asdict(args)}, files).write(folder)
     return f"{step} as {family}, {_shown(plan.bytes)} of {plan.config['dtype']}, files: {len(plan.files)}"
+
+
+def _check(step: UPath, manifest: Manifest | None, names: Sequence[str] | None = None) -> None:
+    """CheckpointError where one of the files ``names`` (None: of all) is not what the manifest says."""
+    if manifest is not None:
+        listed = manifest.files.keys() if names is None else manifest.files.keys() & names
+        if problem := damage(step, manifest, sorted(listed)):
+            raise CheckpointError(problem)
 
 
 def _model_of(step: UPath, manifest: Manifest | None, overrides: Sequence[str]) -> tuple[str, ModelSpec, Any]:
@@ -270,15 +281,16 @@ def _new_folder(name: str, total: int) -> Iterator[UPath]:
     if free is not None and free < total:
         raise ConfigError(name, f"needs {_shown(total)}, and {_shown(free)} are free there")
     folders = step_folders(folder.parent)
-    folders.prepare(folder)
-    try:
-        yield folders.partial(folder)
-        if is_local(folder) and folder.exists():
-            folder.rmdir()
-        folders.commit(folder)
-    except BaseException:
-        folders.discard(folder)
-        raise
+    with storage_errors(folder):
+        folders.prepare(folder)
+        try:
+            yield folders.partial(folder)
+            if is_local(folder) and folder.exists():
+                folder.rmdir()
+            folders.commit(folder)
+        except BaseException:
+            folders.discard(folder)
+            raise
 
 
 @contextlib.contextmanager

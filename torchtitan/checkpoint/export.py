@@ -1,9 +1,10 @@
 """The weights of a step as a Hugging Face folder: which file is to hold what, and the files, by as many ranks as like.
 
-What holds what is told in ``models/huggingface.py``, how a file is written in ``weight_files.py``.
+What holds what is told in ``models/huggingface.py``; such a folder is read by ``weight_files.py``.
 """
 
 import json
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 from upath import UPath
 
-from torchtitan.checkpoint.dcp import Reader
+from torchtitan.checkpoint.dcp import Reader, Streams
 from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.checkpoint.places import FileRecord
-from torchtitan.checkpoint.weight_files import CONFIG, INDEX_SUFFIX, SUFFIX, write_file, write_weights
+from torchtitan.checkpoint.weight_files import CONFIG, DTYPES, INDEX_SUFFIX, SUFFIX
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 from torchtitan.models.huggingface import TensorTable, to_config
@@ -30,6 +31,7 @@ TOKENIZER_FILES = (
 """What is copied of a folder of a tokenizer, as far as it is there."""
 # Top-level keys of a run's other parts, which stand beside the model's.
 _NO_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
+_BLOCK = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,20 @@ def _files(tensors: Mapping[str, tuple[torch.Size, torch.dtype]], shard_bytes: i
     return {f"model-{n:05}-of-{len(shards):05}{SUFFIX}": names for n, names in enumerate(shards, start=1)}
 
 
+class Overflow:
+    """Looks for values that a cast to float16 made infinite, and warns of the first tensor that has one."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def look(self, name: str, tensor: Tensor, cast: Tensor) -> None:
+        if self._told or cast.dtype is not torch.float16 or tensor.dtype is torch.float16:
+            return
+        if (cast.isinf() & ~tensor.isinf()).any():
+            self._told = True
+            logger.warning(f"{name} has values beyond float16, which become infinite; take bfloat16 or float32")
+
+
 def write_files(
     plan: ExportPlan,
     reader: Reader,
@@ -111,16 +127,13 @@ def write_files(
 
     OSError where storage fails, CheckpointError where the step cannot be read.
     """
-    warned = False
+    overflow = Overflow()
 
     def load(name: str) -> Tensor:
-        nonlocal warned
         stored = plan.table.stored[name]
         tensor = plan.table.store(name, {part: reader.tensor(part) for part in stored.parts})
         cast = tensor.to(plan.tensors[name][1])
-        if not warned and overflows(tensor, cast):
-            warned = True
-            logger.warning(f"{name} has values beyond {cast.dtype}, which become infinite; take bfloat16 or float32")
+        overflow.look(name, tensor, cast)
         wrote(plan.bytes_of(name))
         return cast
 
@@ -128,13 +141,6 @@ def write_files(
         file: write_weights(folder / file, {name: plan.tensors[name] for name in plan.files[file]}, load)
         for file in which
     }
-
-
-def overflows(tensor: Tensor, cast: Tensor) -> bool:
-    """Whether a finite value of ``tensor`` became infinite in its ``cast`` to float16."""
-    if cast.dtype is not torch.float16 or tensor.dtype is torch.float16:
-        return False
-    return bool((cast.isinf() & ~tensor.isinf()).any())
 
 
 def write_rest(plan: ExportPlan, folder: UPath, tokenizer: Path | None = None) -> dict[str, FileRecord]:
@@ -149,6 +155,45 @@ def write_rest(plan: ExportPlan, folder: UPath, tokenizer: Path | None = None) -
         found = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
         contents |= {path.name: path.read_bytes() for path in found}
     return {name: write_file(folder / name, [content]) for name, content in contents.items()}
+
+
+def write_weights(
+    path: UPath, tensors: Mapping[str, tuple[torch.Size, torch.dtype]], load: Callable[[str], Tensor]
+) -> FileRecord:
+    """Write a safetensors file of ``tensors``, each loaded by its name when its turn comes, so that one at a time is in
+    memory. OSError where storage fails."""
+    # The widest first, so that each lies where its numbers may be used in place.
+    order = sorted(tensors, key=lambda name: -tensors[name][1].itemsize)
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        shape, dtype = tensors[name]
+        begin, end = end, end + shape.numel() * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return write_file(
+        path, (struct.pack("<Q", len(text)), text), *(_bytes_of(load, name, tensors[name]) for name in order)
+    )
+
+
+def write_file(path: UPath, *contents: Iterable[Any]) -> FileRecord:
+    """Write blocks of bytes, and wait until they are on the disk. OSError where storage fails."""
+    streams = Streams()
+    with streams.create_stream(path, "wb") as stream:
+        for content in contents:
+            for block in content:
+                stream.write(block)
+    return streams.records[path.name]
+
+
+def _bytes_of(load: Callable[[str], Tensor], name: str, kind: tuple[torch.Size, torch.dtype]) -> Iterable[Any]:
+    tensor = load(name)
+    assert (tensor.shape, tensor.dtype) == kind, f"{name} is not what was said of it"
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    for begin in range(0, len(content), _BLOCK):
+        yield content[begin : begin + _BLOCK]
 
 
 def _json(table: Mapping[str, Any]) -> bytes:

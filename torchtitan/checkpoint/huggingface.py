@@ -11,12 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.checkpoint.weight_files import CONFIG, WeightFolder
-from torchtitan.distributed.gradients import local_part
-from torchtitan.distributed.whole import boxes
 from torchtitan.errors import ConfigError, brief
 from torchtitan.log import note_once
 from torchtitan.models.huggingface import TensorTable, from_config, to_config
@@ -124,6 +121,8 @@ class Source:
     @torch.no_grad()
     def fill(self, name: str, tensor: Tensor) -> None:
         """Fill what this rank holds of the whole parameter ``name``, in the type of ``tensor``."""
+        from torchtitan.distributed.gradients import local_part  # a folder is looked at without it
+
         first, *copies = self._places[name]
         for offsets, sizes in _held(tensor):
             part = self._read(first, name, offsets, sizes)
@@ -154,6 +153,10 @@ class Source:
 
 
 def _held(tensor: Tensor) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    from torch.distributed.tensor import DTensor
+
+    from torchtitan.distributed.whole import boxes
+
     if isinstance(tensor, DTensor):
         yield from boxes(tensor)
     elif tensor.numel():

@@ -1,11 +1,12 @@
-"""Folders of safetensors files: what they hold, checked before any of it is used, any box of a tensor, and new files.
+"""Folders of safetensors files: what they hold, checked before any of it is used, and any box of a tensor.
 
-What the tensors mean is not known here. No pickle is ever read.
+What the tensors mean is not known here, and new files are written by ``export.py``. No pickle is ever read.
 """
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,34 +14,35 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from upath import UPath
 
-from torchtitan.checkpoint.dcp import Streams
 from torchtitan.checkpoint.manifest import CheckpointError
-from torchtitan.checkpoint.places import FileRecord, one_line
+from torchtitan.checkpoint.places import one_line
 from torchtitan.errors import brief
 
 CONFIG = "config.json"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LARGEST_JSON = 16 << 20
-_BLOCK = 16 << 20
 
 
 @dataclass(frozen=True)
 class Entry:
     """Where a tensor lies, and what it is."""
 
+    name: str
     file: Path
     shape: torch.Size
-    dtype: torch.dtype
+    kind: str
 
     @property
-    def bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+    def dtype(self) -> torch.dtype:
+        """CheckpointError if these are no numbers that weights come in, but whole or quantised ones."""
+        if self.kind not in DTYPES:
+            only = ", ".join(DTYPES)
+            raise CheckpointError(f"{self.file} holds {brief(self.name)} as {self.kind}; what is read are {only}")
+        return DTYPES[self.kind]
 
 
 class WeightFolder:
@@ -115,46 +117,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {brief(one_line(error))}") from None
 
 
-def write_weights(
-    path: UPath, tensors: Mapping[str, tuple[torch.Size, torch.dtype]], load: Callable[[str], Tensor]
-) -> FileRecord:
-    """Write a safetensors file of ``tensors``, each loaded by its name when its turn comes, so that one at a time is in
-    memory. OSError where storage fails."""
-    # The widest first, so that each lies where its numbers may be used in place.
-    order = sorted(tensors, key=lambda name: -tensors[name][1].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        shape, dtype = tensors[name]
-        begin, end = end, end + shape.numel() * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return write_file(
-        path, (struct.pack("<Q", len(text)), text), *(_bytes_of(load, name, tensors[name]) for name in order)
-    )
-
-
-def write_file(path: UPath, *contents: Iterable[Any]) -> FileRecord:
-    """Write blocks of bytes, and wait until they are on the disk. OSError where storage fails."""
-    streams = Streams()
-    with streams.create_stream(path, "wb") as stream:
-        for content in contents:
-            for block in content:
-                stream.write(block)
-    return streams.records[path.name]
-
-
-def _bytes_of(load: Callable[[str], Tensor], name: str, kind: tuple[torch.Size, torch.dtype]) -> Iterable[Any]:
-    tensor = load(name)
-    assert (tensor.shape, tensor.dtype) == kind, f"{name} is not what was said of it"
-    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    for begin in range(0, len(content), _BLOCK):
-        yield content[begin : begin + _BLOCK]
-
-
 def _held(path: Path, index: Path | None = None) -> dict[str, Entry]:
-    """What the header of a file says; CheckpointError if the file is not as long as that, or holds no weights."""
+    """What the header of a file says; CheckpointError if the file is not as long as that, or not a file."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing" + (f", which {index.name} names" if index else ""))
     held: dict[str, Entry] = {}
@@ -163,11 +127,7 @@ def _held(path: Path, index: Path | None = None) -> dict[str, Entry]:
             _table(raw.read(*struct.unpack("<Q", raw.read(8))))
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 tensor = file.get_slice(name)
-                kind = tensor.get_dtype()
-                if kind not in _DTYPES:
-                    only = ", ".join(_DTYPES)
-                    raise CheckpointError(f"{path} holds {brief(name)} as {kind}; weights that are read are {only}")
-                held[name] = Entry(path, torch.Size(tensor.get_shape()), _DTYPES[kind])
+                held[name] = Entry(name, path, torch.Size(tensor.get_shape()), tensor.get_dtype())
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged or no such file: {brief(one_line(error))}") from None
     return held
@@ -195,6 +155,6 @@ def _table(content: bytes) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands there twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]} stands there twice")
     return table
