@@ -35,3 +35,9 @@ def divisors(*numbers: int) -> str:
     common = math.gcd(*numbers)
     found = (d for d in range(1, min(common, 1 << 16) + 1) if common % d == 0)
     return ", ".join(str(d) for d in itertools.islice(found, 24))
+
+
+def brief(text: str) -> str:
+    """``text`` of a stranger on one line of an error."""
+    line = text if text.isprintable() else " ".join(ascii(text)[1:-1].split())
+    return line if len(line) <= 100 else f"{line[:99]}…"

@@ -16,9 +16,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from upath import UPath
 
+from torchtitan.checkpoint.huggingface import check_args
 from torchtitan.checkpoint.manifest import CheckpointError, Manifest, damage
 from torchtitan.checkpoint.places import check_remote, is_local, place
 from torchtitan.checkpoint.storage import StepFolders, find_step, is_complete, step_folders
+from torchtitan.checkpoint.weight_files import WeightFolder
 from torchtitan.config import JobConfig
 from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
@@ -62,10 +64,10 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     """
     training, model, data = config.training, config.model, config.data
     check_folder(Path(config.job.dump_folder))
-    if config.checkpoint.enable:
-        _check_checkpoints(config)
     spec = MODELS.get(model.name, key="model.name")
     args = resolve_args(spec, model.flavor, model.args)
+    if config.checkpoint.enable:
+        _check_checkpoints(config, spec, args)
     converters = [_converter(name, config) for name in model.converters]
     shapes = _check_model(spec, args, converters)
     longest = spec.max_seq_len(args)
@@ -149,7 +151,7 @@ def checkpoint_folders(config: JobConfig) -> StepFolders:
     return step_folders(place(config.checkpoint.folder, base=config.job.dump_folder, key="checkpoint.folder"))
 
 
-def _check_checkpoints(config: JobConfig) -> None:
+def _check_checkpoints(config: JobConfig, spec: ModelSpec, args: Any) -> None:
     keys, folders = config.checkpoint, checkpoint_folders(config)
     if is_local(folders.root):
         check_folder(Path(str(folders.root)), "checkpoint.folder")
@@ -157,8 +159,19 @@ def _check_checkpoints(config: JobConfig) -> None:
         check_remote(folders.root, "checkpoint.folder")
     if keys.async_mode == "async_with_pinned_mem" and sys.platform != "linux":
         raise ConfigError("checkpoint.async_mode", 'memory is shared with a process on Linux only; take "async"')
-    if keys.initial_load_path is not None and not folders.steps():
+    if keys.last_save_in_hf and spec.huggingface is None:
+        raise ConfigError("checkpoint.last_save_in_hf", f"model.name={config.model.name} has no twin there")
+    if keys.initial_load_path is None or folders.steps():
+        return
+    if not keys.initial_load_in_hf:
         find_step(keys.initial_load_path)
+    elif spec.huggingface is None:
+        raise ConfigError("checkpoint.initial_load_in_hf", f"model.name={config.model.name} has no twin there")
+    else:
+        try:
+            check_args(WeightFolder(keys.initial_load_path), spec, args)
+        except CheckpointError as error:
+            raise ConfigError("checkpoint.initial_load_path", str(error)) from None
 
 
 def finished_step(config: JobConfig) -> int | None:

@@ -3,22 +3,14 @@
 What a part does is in its room; what is said in the configuration is bound in ``resolve.py``.
 """
 
-import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torchtitan import __version__
-from torchtitan.checkpoint.checkpointer import Checkpointer
-from torchtitan.checkpoint.loader import Loader
-from torchtitan.checkpoint.manifest import Numbers
-from torchtitan.checkpoint.tensors import Tensors
-from torchtitan.checkpoint.titan import TitanStep
-from torchtitan.config import to_toml
 from torchtitan.data.batch import Batch
 from torchtitan.data.loader import build_loader
 from torchtitan.data.packing import ConcatRows
@@ -37,8 +29,9 @@ from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_
 from torchtitan.observe.metrics import Metrics, StepStats
 from torchtitan.observe.sinks import RunFiles, build_sinks
 from torchtitan.resilience.guard import GarbageCollection, StopRequest
-from torchtitan.resolve import Job, checkpoint_folders
-from torchtitan.state import DataPosition, ModelFacts, OptimizerFacts, ScheduleStart, TrainState
+from torchtitan.resolve import Job
+from torchtitan.resume import Progress, go_on
+from torchtitan.state import DataPosition, ScheduleStart, TrainState
 
 
 class NonFiniteError(ArithmeticError):
@@ -77,10 +70,10 @@ class Trainer:
         self.optimizer = job.optimizer.build(self.runner.named_parameters, map_whole=map_whole)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
-        self.state, self.schedule_start = TrainState(), ScheduleStart()
-        self.position = DataPosition(rows.fingerprint)
-        self.checkpointer = self._load() if config.checkpoint.enable else None
-        self._settle_batch_size()
+        self.progress = Progress(TrainState(), DataPosition(rows.fingerprint), ScheduleStart())
+        self.checkpointer = go_on(
+            job, world, self.progress, parameters=self.runner.named_parameters, optimizer=self.optimizer
+        )
         self.micro_batches = self._count_micro_batches()
         self.loader = build_loader(
             rows,
@@ -89,12 +82,17 @@ class Trainer:
             rank=self.topology.reader_rank,
             local_batch_size=config.training.local_batch_size,
             multiple_of=job.spread.rows_multiple,
-            first_row=self.position.next_row,
+            first_row=self.progress.position.next_row,
             num_workers=config.training.dataloader.num_workers,
             prefetch_factor=config.training.dataloader.prefetch_factor,
             pin_memory=config.training.dataloader.pin_memory,
         )
         self.metrics: Metrics | None = None
+
+    @property
+    def state(self) -> TrainState:
+        """How far the run is."""
+        return self.progress.state
 
     def train_step(self, batches: Sequence[Batch], num_valid: float) -> tuple[Tensor, Tensor]:
         """One update from this rank's ``batches``; returns its share of the loss, and the global gradient norm.
@@ -131,7 +129,7 @@ class Trainer:
 
     def _rate_factor(self) -> float:
         """The share of their peak at which the rates of the newest step stand."""
-        return self.job.schedule(self.state.step - self.schedule_start.after_step)
+        return self.job.schedule(self.state.step - self.progress.schedule_start.after_step)
 
     def run(self, stop: StopRequest) -> bool:
         """Train to the last step (True), or until any rank is asked to stop (False); then save."""
@@ -161,7 +159,7 @@ class Trainer:
             seed_step(config.debug.seed, state.step + 1, self.topology.reader_rank, self.world.device)
             loss, norm = self.train_step(rows, max(num_valid, 1.0))
             state.tokens_seen += state.global_batch_size * config.training.seq_len
-            self.position.next_row += state.global_batch_size
+            self.progress.position.next_row += state.global_batch_size
             clock.steps += 1
             if state.step in (first_step, self.steps) or state.step % config.metrics.log_freq == 0:
                 self._log(float(loss), float(norm), own_valid, num_valid, clock)
@@ -200,55 +198,6 @@ class Trainer:
             ranks=self.world.size,
         )
         return ConcatRows(tokens, seq_len=job.config.training.seq_len, shuffle=data.shuffle, seed=job.config.debug.seed)
-
-    def _load(self) -> Checkpointer:
-        """Go on from what is saved; returns what saves from now on."""
-        config = self.job.config
-        names = [name for name, _ in self.job.spec.build_meta(self.job.args).named_parameters()]
-        folders, tensors = checkpoint_folders(config), Tensors(self.runner.named_parameters, names, self.optimizer)
-        optimizers = self.job.optimizer.optimizers(names)
-        numbers: dict[str, Numbers] = {
-            "model": ModelFacts(json.loads(json.dumps(asdict(self.job.args)))),
-            "optimizer": OptimizerFacts(config.optimizer.name, optimizers),
-            "train_state": self.state,
-            "dataloader": self.position,
-            "lr_scheduler": self.schedule_start,
-        }
-        loader = Loader(
-            folders, self.world, tensors=tensors, numbers=numbers, optimizers=optimizers, keys=config.checkpoint
-        )
-        start = loader.load()
-        if start.titan is not None:
-            self._take_over(start.titan, start.anew)
-        if "lr_scheduler" in start.anew:
-            self.schedule_start.after_step = self.state.step
-        return Checkpointer(
-            folders,
-            self.world,
-            tensors=tensors,
-            numbers=numbers,
-            config_toml=to_toml(config),
-            keys=config.checkpoint,
-            saved=start.step,
-            start={"excluded": config.checkpoint.exclude_from_loading, "went_back_to": start.went_back_to},
-        )
-
-    def _take_over(self, step: TitanStep, anew: set[str]) -> None:
-        """Stand where a run of TorchTitan's stood after a step: where its data go on follows from the number."""
-        self._settle_batch_size()
-        if "train_state" not in anew:
-            rows, seq_len = step.step * self.state.global_batch_size, self.job.config.training.seq_len
-            self.state.step, self.state.tokens_seen = step.step, step.tokens_seen or rows * seq_len
-            if "dataloader" not in anew:
-                self.position.next_row = rows
-
-    def _settle_batch_size(self) -> None:
-        """The global batch is the configuration's, else the checkpoint's, else one local batch for every reader."""
-        training = self.job.config.training
-        if training.global_batch_size != -1:
-            self.state.global_batch_size = training.global_batch_size
-        elif not self.state.global_batch_size:
-            self.state.global_batch_size = training.local_batch_size * self.topology.degrees.readers
 
     def _count_micro_batches(self) -> int:
         training, rows = self.job.config.training, self.state.global_batch_size

@@ -21,9 +21,10 @@ FLOORS = [
     {"distributed"},
     {"checkpoint", "observe", "resilience"},
     {"resolve", "state"},
+    {"resume"},
     {"trainer"},
     {"trainers"},
-    {"train"},
+    {"train", "convert"},
     {"launch"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch import run_ranks
 from tests.runs import Outcome, run_job, tiny_argv
-from torchtitan.checkpoint import checkpointer
+from torchtitan.checkpoint import background
 from torchtitan.distributed.world import World
 from torchtitan.resilience import guard
 from torchtitan.trainer import Trainer
@@ -27,7 +27,7 @@ ARGV = [f"--training.steps={STEPS}", "--checkpoint.enable", "--checkpoint.interv
 def stopped_and_gone_on(world: World, folder: Path) -> dict[str, Any]:
     """The run that goes through and, for each moment, how often it wrote a step, how it stopped and how it went on."""
     moment, writes, hours_ahead = "", 0, 0
-    gradients, write_tensors = Trainer.gradients, checkpointer.write_tensors
+    gradients, write_share = Trainer.gradients, background.write_share
 
     def in_step(trainer: Trainer, *args: Any) -> Any:
         nonlocal hours_ahead
@@ -38,14 +38,14 @@ def stopped_and_gone_on(world: World, folder: Path) -> dict[str, Any]:
             hours_ahead = 2
         return gradients(trainer, *args)
 
-    def in_save(*args: Any) -> None:
+    def in_save(*args: Any) -> Any:
         nonlocal writes
         writes += 1
         if moment == "a signal while saving":
             os.kill(os.getpid(), signal.SIGTERM)
-        write_tensors(*args)
+        return write_share(*args)
 
-    Trainer.gradients, checkpointer.write_tensors = in_step, in_save  # type: ignore[method-assign]
+    Trainer.gradients, background.write_share = in_step, in_save  # type: ignore[method-assign]
     guard.time = SimpleNamespace(  # type: ignore[assignment]
         monotonic=lambda: time.monotonic() + 3600 * hours_ahead, perf_counter=time.perf_counter
     )

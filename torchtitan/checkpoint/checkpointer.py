@@ -48,9 +48,9 @@ class _Save:
 class Checkpointer:
     """Saves ``tensors`` and ``numbers`` of a run into ``folders`` as the keys of ``[checkpoint]`` say.
 
-    ``huggingface`` makes a step's weights a Hugging Face model. ``saved`` is the step that was loaded and need not be
-    saved again, ``start`` what a restart of the same command must
-    not do a second time. All methods are called by all ranks together, on the training thread.
+    ``huggingface`` makes the weights of a step a Hugging Face model of a type. ``saved`` is the step that was loaded,
+    which need not be saved again, ``start`` what a restart of the same command must not do a second time. All methods
+    are called by all ranks together, on the training thread.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Checkpointer:
         *,
         tensors: Tensors,
         numbers: Mapping[str, Numbers],
-        huggingface: Callable[[Reader, torch.dtype, World], Content],
+        huggingface: Callable[[Reader, torch.dtype], Content],
         config_toml: str,
         keys: Checkpoint,
         saved: int | None,
@@ -115,8 +115,9 @@ class Checkpointer:
         if not wanted or self._world.gather(is_complete(folder))[0]:
             return
         dtype = getattr(torch, keys.export_dtype)
+        content: Content
         if keys.last_save_in_hf:
-            content: Content = self._huggingface(Reader(self._folders.path(step)), dtype, self._world)
+            content = self._huggingface(Reader(self._folders.path(step)), dtype)
         else:
             content = self._planner.plan(self._tensors.weights, DirectWriter(), dtype=dtype)
         self._begin(step, folder, content, {"model": self._numbers["model"].state_dict()}, last=True)

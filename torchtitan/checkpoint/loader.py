@@ -3,10 +3,11 @@
 Nothing is saved here; see ``checkpointer.py``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from upath import UPath
 
 from torchtitan.checkpoint.dcp import Reader
@@ -35,7 +36,8 @@ class Start:
 class Loader:
     """Loads ``tensors`` and ``numbers`` from ``folders`` or elsewhere, as the keys of ``[checkpoint]`` say.
 
-    ``optimizers`` are their names by parameter. Called by all ranks together.
+    ``optimizers`` are their names by parameter; ``read_huggingface`` fills weights from a folder. Called by all ranks
+    together.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Loader:
         tensors: Tensors,
         numbers: Mapping[str, Numbers],
         optimizers: Mapping[str, str],
+        read_huggingface: Callable[[str, Mapping[str, Tensor]], None],
         keys: Checkpoint,
     ) -> None:
         self._folders = folders
@@ -53,6 +56,7 @@ class Loader:
         self._tensors = tensors
         self._numbers = numbers
         self._optimizers = optimizers
+        self._read_huggingface = read_huggingface
         self._keys = keys
 
     def load(self) -> Start:
@@ -78,7 +82,11 @@ class Loader:
             logger.warning(f"{problem}; trying the step before it")
         if steps:
             raise CheckpointError(f"every step in {self._folders.root} is damaged; move the folder away to start anew")
-        if keys.initial_load_path is not None:
+        if keys.initial_load_path is not None and keys.initial_load_in_hf:
+            logger.info(f"starting from the Hugging Face model in {keys.initial_load_path}")
+            self._read_huggingface(keys.initial_load_path, self._tensors.weights)
+            self._tensors.equalize_twins()
+        elif keys.initial_load_path is not None:
             self._start_from(find_step(keys.initial_load_path), start)
         return start
 

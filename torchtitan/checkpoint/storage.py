@@ -182,4 +182,6 @@ def find_step(name: str, key: str = "checkpoint.initial_load_path") -> UPath:
             folders = step_folders(root)
             if steps := folders.steps():
                 return folders.path(steps[-1])
+        if next(iter(path.glob("*.safetensors")), None) is not None:
+            raise ConfigError(key, "a Hugging Face model lies there; set checkpoint.initial_load_in_hf = true")
     raise ConfigError(key, "no checkpoint there: neither a step nor a folder with a complete one")

@@ -12,7 +12,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, brief
 from torchtitan.log import note_once
 from torchtitan.models.layers import RopeScaling
 from torchtitan.models.spec import MODELS, ModelSpec
@@ -64,7 +64,7 @@ def from_config(spec: ModelSpec, config: Mapping[str, Any]) -> Any:
     known = {*twin.keys, *twin.fixed, *twin.written, *twin.dropout, *_FORBIDDEN, "layer_types"}
     known |= {"rope_theta", "rope_scaling", "rope_parameters"} if twin.rotary else set()
     if unknown := [k for k in config if k not in known and not any(fnmatchcase(k, n) for n in _NEUTRAL)]:
-        note_once(f"config.json: keys that are not known here and change nothing: {_words(map(_brief, unknown))}")
+        note_once(f"config.json: keys that are not known here and change nothing: {_words(map(brief, unknown))}")
     fields = {name: key.field for name, key in twin.keys.items()}
     values = {name: _read(key, name, config) for name, key in twin.keys.items()}
     if not twin.rotary:
@@ -115,7 +115,7 @@ def _read_rotary(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:
     if thetas != thetas[:1] * len(thetas):
         raise _refused("rope_theta", thetas[0], f"contradicts the others, {thetas[1:]}; keep one")
     if scalings != scalings[:1] * len(scalings):
-        raise _refused(names[0], tables[0], f"contradicts rope_scaling={_brief(repr(tables[1]))}; keep one")
+        raise _refused(names[0], tables[0], f"contradicts rope_scaling={brief(repr(tables[1]))}; keep one")
     return (*thetas, 10000.0)[0], (*scalings, RopeScaling(scaling_factor=1.0))[0]
 
 
@@ -213,14 +213,14 @@ class TensorTable:
     def find(self, name: str) -> Stored | None:
         """What their tensor ``name`` holds, with or without the prefix; None if it is nothing that is learned."""
         if not isinstance(name, str):
-            raise ConfigError(None, f"{_brief(repr(name))} is not the name of a tensor")
+            raise ConfigError(None, f"{brief(repr(name))} is not the name of a tensor")
         every = self.stored | self.optional
         for full in (name, self._twin.prefix + name):
             if full in every:
                 return every[full]
         if any(fnmatchcase(name, pattern) for pattern in self._twin.ignored):
             return None
-        raise ConfigError(None, f"{_brief(name)} is not a tensor of such a {self._twin.architecture}")
+        raise ConfigError(None, f"{brief(name)} is not a tensor of such a {self._twin.architecture}")
 
     def check_complete(self, found: Mapping[str, Any]) -> None:
         """ConfigError if a parameter of ours is not among ``found``."""
@@ -235,7 +235,7 @@ def to_huggingface(spec: ModelSpec, args: Any, state: Mapping[str, Tensor]) -> d
     table = TensorTable(spec, args)
     held = {part for stored in (table.stored | table.optional).values() for part in stored.parts}
     if unknown := [name for name in state if name not in held]:
-        raise ConfigError(None, f"{_brief(unknown[0])} is not a parameter of such a model")
+        raise ConfigError(None, f"{brief(unknown[0])} is not a parameter of such a model")
     return {name: table.store(name, state) for name in table.stored}
 
 
@@ -275,7 +275,7 @@ def _check_named(what: str, table: Any) -> None:
         raise ConfigError(None, f"{what}: must be a table of names and values, not of type {type(table).__name__}")
     if wrong := [name for name in table if not isinstance(name, str)]:
         raise ConfigError(
-            None, f"{what}: {_brief(repr(wrong[0]))} must be a name, not of type {type(wrong[0]).__name__}"
+            None, f"{what}: {brief(repr(wrong[0]))} must be a name, not of type {type(wrong[0]).__name__}"
         )
 
 
@@ -286,13 +286,7 @@ def _twin(spec: ModelSpec) -> Twin:
 
 
 def _refused(name: str, value: Any, problem: str) -> ConfigError:
-    return ConfigError(None, f"config.json: {_brief(name)}={_brief(repr(value))} {problem}")
-
-
-def _brief(text: str) -> str:
-    """``text`` of a stranger on one line of an error."""
-    line = text if text.isprintable() else " ".join(ascii(text)[1:-1].split())
-    return line if len(line) <= 100 else f"{line[:99]}…"
+    return ConfigError(None, f"config.json: {brief(name)}={brief(repr(value))} {problem}")
 
 
 def _words(names: Any) -> str:

@@ -1,0 +1,308 @@
+"""``python -m torchtitan.convert``: a Hugging Face folder to a checkpoint, and a checkpoint to such a folder.
+
+What the tensors are called is in ``models/huggingface.py``, how files are read and written in ``checkpoint/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, damage
+from torchtitan.checkpoint.places import free_bytes, is_local, one_line, place, storage_errors
+from torchtitan.checkpoint.storage import METADATA, find_step, step_folders
+from torchtitan.config import describe_error, load_config
+from torchtitan.config.toml import key_text, parse, value_text
+from torchtitan.errors import ConfigError
+from torchtitan.log import init_logger
+from torchtitan.platforms import check_platform
+
+if TYPE_CHECKING:  # torch costs seconds, and help is given before
+    from upath import UPath
+
+    from torchtitan.models.spec import ModelSpec
+
+_CONFIG = "config.toml"
+_DTYPES = ("float32", "bfloat16", "float16")
+_EPILOG = """\
+from-hf   IN: a folder of this machine with config.json and safetensors files (pickles are never read)
+          OUT: a new checkpoint, to be named as checkpoint.initial_load_path; its config.toml holds [model]
+to-hf     IN: a step's folder, or a run's, of which the newest complete step is taken
+          OUT: a new folder that transformers reads
+
+A step that TorchTitan wrote does not say what model it holds: say it by --job.config_file FILE and --section.key VALUE,
+as for training. For a family of your own, both take --job.imports. OUT may be a URL, such as s3://bucket/run.
+
+exit codes: 0 done, 1 failed, 2 wrong command or input. Whatever ends a conversion before its end, nothing lies at OUT.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what ``argv`` asks for; returns the exit code."""
+    words, overrides = _split(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(words)
+    init_logger()
+    started = time.monotonic()
+    try:
+        check_platform()
+        convert = _from_hf if arguments.command == "from-hf" else _to_hf
+        done = convert(arguments, overrides)
+        print(f"{arguments.OUT}: {done}, {time.monotonic() - started:.0f} s", file=sys.stderr)
+        return 0
+    except ConfigError as error:
+        print(describe_error(error), file=sys.stderr)
+        return 2
+    except CheckpointError as error:
+        print(one_line(error), file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"failed, nothing is left at {arguments.OUT}: {one_line(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"interrupted, nothing is left at {arguments.OUT}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.convert",
+        description="Hugging Face weights to a checkpoint, and back.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("command", choices=("from-hf", "to-hf"))
+    parser.add_argument("IN", help="what to read")
+    parser.add_argument("OUT", help="what to write: a folder that is not there, or empty")
+    parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights in OUT (default: what IN has)")
+    group = parser.add_argument_group("to-hf only")
+    group.add_argument(
+        "--shard-size-gb", type=_size, default=2.0, metavar="GB", help="largest file, in 10^9 bytes (default: 2)"
+    )
+    group.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="copy the tokenizer's files from there")
+    return parser
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command's own words, and overrides of a configuration, which have a dot in their name."""
+    words: list[str] = []
+    overrides: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            words.append(word)
+            continue
+        overrides.append(word)
+        if not equals and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
+    return words, overrides
+
+
+def _size(text: str) -> float:
+    size = float(text)
+    if not 1e-9 <= size < math.inf:
+        raise ValueError
+    return size
+
+
+def _from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
+    _import_parts(overrides, "the folder says what model it holds")
+    import torch
+
+    from torchtitan.checkpoint.dcp import write_lazily
+    from torchtitan.checkpoint.export import Overflow, write_file
+    from torchtitan.checkpoint.huggingface import Source, args_of
+    from torchtitan.checkpoint.weight_files import WeightFolder
+    from torchtitan.models.huggingface import family_of
+    from torchtitan.models.spec import MODELS
+
+    weights = WeightFolder(arguments.IN)
+    try:
+        family = family_of(weights.config)
+    except ConfigError as error:
+        raise ConfigError(None, f"{weights.folder}: {error.problem}") from None
+    spec = MODELS.get(family)
+    flavor, args = _as_flavor(spec, args_of(weights, spec))
+    source = Source(weights, spec, args)
+    kinds = set.union(*map(source.dtypes, source.shapes))
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else kinds.pop() if len(kinds) == 1 else torch.float32
+    total = sum(shape.numel() for shape in source.shapes.values()) * dtype.itemsize
+    overflow = Overflow()
+
+    @functools.cache  # torch holds on to every tensor until its file is whole: those of one shape share their memory
+    def room(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    with _new_folder(arguments.OUT, total) as folder, _progress(total) as wrote:
+
+        def load(name: str) -> torch.Tensor:
+            tensor = room(source.shapes[name], max(source.dtypes(name), key=lambda kind: kind.itemsize))
+            source.fill(name, tensor)
+            cast = tensor if tensor.dtype is dtype else room(tensor.shape, dtype).copy_(tensor)
+            overflow.look(name, tensor, cast)
+            wrote(cast.nbytes)
+            return cast
+
+        files = write_lazily(folder, source.shapes, dtype, load)
+        says = dataclasses.asdict(args)
+        toml = _model_toml(family, flavor, says, dataclasses.asdict(spec.flavors[flavor]))
+        files[_CONFIG] = write_file(folder / _CONFIG, [toml.encode()])
+        Manifest(0, {"model": says}, files).write(folder)
+    return f"{family}, {_shown(total)} of {str(dtype).removeprefix('torch.')}"
+
+
+def _as_flavor(spec: ModelSpec, args: Any) -> tuple[str, Any]:
+    """The flavor that is the same model as ``args``, and how it says them; else one to start from, and ``args``."""
+    from torchtitan.models.huggingface import to_config
+
+    for name, flavor in spec.flavors.items():
+        if to_config(spec, flavor) == to_config(spec, args):
+            return name, flavor
+    return "debugmodel" if "debugmodel" in spec.flavors else next(iter(spec.flavors)), args
+
+
+def _model_toml(family: str, flavor: str, args: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+    """[model] with all of ``args``; what is None both there and in the flavor's ``usual`` ones need not be said."""
+
+    def lines(name: str, table: Mapping[str, Any], usual: Mapping[str, Any]) -> Iterator[str]:
+        yield f"\n[{name}]"
+        inner = {key: value for key, value in table.items() if isinstance(value, dict)}
+        for key, value in table.items():
+            if key not in inner and not (value is None and usual[key] is None):
+                yield f"{key_text(key)} = {value_text(value)}" if value is not None else f'{key_text(key)} = "none"'
+        for key, value in inner.items():
+            yield from lines(f"{name}.{key_text(key)}", value, usual[key])
+
+    head = f"[model]\nname = {value_text(family)}\nflavor = {value_text(flavor)}"
+    return "\n".join([head, *lines("model.args", args, usual), ""])
+
+
+def _to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
+    import torch
+
+    from torchtitan.checkpoint.dcp import Reader
+    from torchtitan.checkpoint.export import TOKENIZER_FILES, export_plan, write_files, write_rest
+
+    tokenizer = arguments.tokenizer
+    if tokenizer is not None and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError("--tokenizer", f"{tokenizer} is no folder with tokenizer.json or the like")
+    step = find_step(arguments.IN, key=arguments.IN)
+    manifest = Manifest.read(step) if (step / MANIFEST).is_file() else None
+    _check(step, manifest, (METADATA, _CONFIG))
+    family, spec, args = _model_of(step, manifest, overrides)
+    plan = export_plan(
+        spec,
+        args,
+        reader := Reader(step),
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        shard_bytes=int(arguments.shard_size_gb * 1e9),
+    )
+    _check(step, manifest)
+    number = re.fullmatch(r"step-(\d+)", step.name)
+    with _new_folder(arguments.OUT, plan.bytes) as folder, _progress(plan.bytes) as wrote:
+        files = write_files(plan, reader, folder, plan.files, wrote=wrote)
+        files |= write_rest(plan, folder, tokenizer)
+        done = manifest.step if manifest is not None else int(number[1]) if number else 0
+        Manifest(done, {"model": dataclasses.asdict(args)}, files).write(folder)
+    return f"{step} as {family}, {_shown(plan.bytes)} of {plan.config['dtype']}, files: {len(plan.files)}"
+
+
+def _check(step: UPath, manifest: Manifest | None, names: Sequence[str] | None = None) -> None:
+    """CheckpointError where one of the files ``names`` (None: of all) is not what the manifest says."""
+    if manifest is not None:
+        listed = manifest.files.keys() if names is None else manifest.files.keys() & names
+        if problem := damage(step, manifest, sorted(listed)):
+            raise CheckpointError(problem)
+
+
+def _model_of(step: UPath, manifest: Manifest | None, overrides: Sequence[str]) -> tuple[str, ModelSpec, Any]:
+    """Name, family and hyper-parameters of the model in ``step``: what it says itself, else what ``overrides`` say."""
+    says = manifest is not None and _CONFIG in manifest.files
+    if says:
+        _import_parts(overrides, f"{step} says what model it holds")
+    elif not any(word.startswith(("--job.config", "--model.")) for word in overrides):
+        raise ConfigError(
+            None, f"{step} does not say what model it holds; add --job.config_file FILE, the configuration of its run"
+        )
+    from torchtitan.models.spec import MODELS
+    from torchtitan.resolve import resolve_args
+
+    if not says:
+        model = load_config(overrides).model
+        spec = MODELS.get(model.name, key="model.name")
+        return model.name, spec, resolve_args(spec, model.flavor, model.args)
+    try:
+        table = parse((step / _CONFIG).read_text())["model"]
+        family, flavor = str(table["name"]), table["flavor"]
+        if family not in MODELS.names():
+            raise ConfigError(
+                None, f"unknown model {family!r}; if it is one of yours, add --job.imports with its module"
+            )
+        spec = MODELS.get(family)
+        flavor = flavor if flavor in spec.flavors else next(iter(spec.flavors))
+        assert manifest is not None
+        return family, spec, resolve_args(spec, flavor, manifest.state.get("model", table.get("args", {})))
+    except (ConfigError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{step / _CONFIG}: {one_line(error)}") from None
+
+
+def _import_parts(overrides: Sequence[str], why: str) -> None:
+    """Import what ``--job.imports`` names; ConfigError for any other key, since ``why``."""
+    for word in overrides:
+        name = word.partition("=")[0]
+        if name.startswith("--") and name != "--job.imports":
+            raise ConfigError(name, f"is not taken here: {why}")
+    load_config(overrides)
+
+
+@contextlib.contextmanager
+def _new_folder(name: str, total: int) -> Iterator[UPath]:
+    """Where to write what is to lie in ``name`` once it is whole; ConfigError where something is there already or
+    ``total`` bytes find no room."""
+    folder = place(name, key=name)
+    if is_local(folder):
+        folder = folder.resolve()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(name, "is there already and is not an empty folder; choose another OUT")
+    free = free_bytes(folder)
+    if free is not None and free < total:
+        raise ConfigError(name, f"needs {_shown(total)}, and {_shown(free)} are free there")
+    folders = step_folders(folder.parent)
+    with storage_errors(folder):
+        folders.prepare(folder)
+        try:
+            yield folders.partial(folder)
+            if is_local(folder) and folder.exists():
+                folder.rmdir()
+            folders.commit(folder)
+        except BaseException:
+            folders.discard(folder)
+            raise
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], object]]:
+    """Within, takes the bytes that are done; a bar on a terminal, and nothing elsewhere."""
+    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+        yield bar.update
+
+
+def _shown(size: int) -> str:
+    return f"{tqdm.format_sizeof(size)}B"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
