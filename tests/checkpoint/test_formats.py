@@ -9,7 +9,7 @@ import pytest
 from tests.checkpoint.write_format import FORMATS, RANKS, SAVED, STEPS
 from tests.launch import run_ranks
 from tests.runs import run_job, tiny_text
-from torchtitan.checkpoint.storage import FORMAT, Manifest
+from torchtitan.checkpoint.manifest import FORMAT, Manifest
 
 STORED = sorted(path.name for path in FORMATS.iterdir())
 

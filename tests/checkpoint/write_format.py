@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.launch import run_ranks
 from tests.runs import Outcome, run_jobs, tiny_text
-from torchtitan.checkpoint.storage import FORMAT
+from torchtitan.checkpoint.manifest import FORMAT
 from torchtitan.distributed.world import World
 
 FORMATS = Path(__file__).parent / "formats"
