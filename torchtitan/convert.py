@@ -60,18 +60,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         done = convert(arguments, overrides)
         print(f"{arguments.OUT}: {done}, {time.monotonic() - started:.0f} s", file=sys.stderr)
         return 0
-    except ConfigError as error:
-        print(describe_error(error), file=sys.stderr)
-        return 2
-    except CheckpointError as error:
-        print(one_line(error), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"failed, nothing is left at {arguments.OUT}: {one_line(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"interrupted, nothing is left at {arguments.OUT}", file=sys.stderr)
-        return 1
+    except (Exception, KeyboardInterrupt) as error:
+        code, line = _end(error, arguments.OUT)
+        print(line, file=sys.stderr)
+        return code
+
+
+def _end(error: BaseException, out: str) -> tuple[int, str]:
+    """Exit code and line for what ended a conversion; raises it where it is none that a person can mend."""
+    cause: BaseException | None = error
+    while cause is not None:  # torch's writer says in its place that its file is not whole
+        if isinstance(cause, KeyboardInterrupt):
+            return 1, f"interrupted, nothing is left at {out}"
+        cause = cause.__context__
+    if isinstance(error, ConfigError):
+        return 2, describe_error(error)
+    if isinstance(error, CheckpointError):
+        return 2, one_line(error)
+    if isinstance(error, OSError):
+        return 1, f"failed, nothing is left at {out}: {one_line(error)}"
+    raise error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -249,9 +249,19 @@ def test_a_damaged_step_is_refused(name: str, step: Path, tmp_path: Path, capsys
     assert left(tmp_path) == {"hf", "step-0"}
 
 
+def interrupted_in_torch() -> BaseException:
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    error.__context__ = KeyboardInterrupt()
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
-    [(KeyboardInterrupt(), "interrupted"), (OSError(errno.ENOSPC, "No space left on device"), "failed")],
+    [
+        (KeyboardInterrupt(), "interrupted"),
+        (interrupted_in_torch(), "interrupted"),
+        (OSError(errno.ENOSPC, "No space left on device"), "failed"),
+    ],
 )
 def test_what_ends_in_the_middle_leaves_nothing(
     error: BaseException,
@@ -320,10 +330,10 @@ print(there - before, peak() - before)
 def test_memory_is_that_of_a_tensor(tmp_path: Path) -> None:
     spec, args = tiny("llama3")
     write_folder(tmp_path / "hf-tiny", spec, args, random_weights(spec, args))
-    spec, args = tiny("llama3", dim=1024, n_layers=10, head_dim=256, ffn_dim=1024, vocab_size=2048)
+    spec, args = tiny("llama3", dim=1024, n_layers=5, head_dim=256, ffn_dim=1024, vocab_size=2048)
     tensors = write_folder(tmp_path / "hf", spec, args, random_weights(spec, args), shards=2)
     total, largest = sum(t.nbytes for t in tensors.values()) / 2**20, max(t.nbytes for t in tensors.values()) / 2**20
-    assert total > 200 and largest < 9
+    assert total > 120 and largest < 9
     ended = subprocess.run(
         [
             sys.executable,
@@ -340,6 +350,6 @@ def test_memory_is_that_of_a_tensor(tmp_path: Path) -> None:
     there, both = (int(kib) / 1024 for kib in ended.stdout.split())
     assert there < 60 and both < 60, f"{there:.0f} and {both:.0f} MiB more, the model has {total:.0f}"
     assert "\r" not in ended.stderr and re.search(
-        r"back: .* as llama3, 2\d\dMB of float32, files: 1\d, \d+ s", ended.stderr
+        r"back: .* as llama3, 1\d\dMB of float32, files: \d, \d+ s", ended.stderr
     )
     assert same(read_folder(tmp_path / "back"), tensors)
