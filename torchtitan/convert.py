@@ -130,10 +130,10 @@ def _from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
     _import_parts(overrides, "the folder says what model it holds")
     import torch
 
-    from torchtitan.checkpoint.dcp import write_lazily
-    from torchtitan.checkpoint.export import Overflow, write_file
-    from torchtitan.checkpoint.huggingface import Source, args_of
-    from torchtitan.checkpoint.weight_files import WeightFolder
+    from torchtitan.checkpoint.dcp.writer import write_lazily
+    from torchtitan.checkpoint.huggingface.export import Overflow, write_file
+    from torchtitan.checkpoint.huggingface.files import WeightFolder
+    from torchtitan.checkpoint.huggingface.load import Source, args_of
     from torchtitan.models.huggingface import family_of
     from torchtitan.models.spec import MODELS
 
@@ -150,7 +150,7 @@ def _from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
     total = sum(shape.numel() for shape in source.shapes.values()) * dtype.itemsize
     overflow = Overflow()
 
-    @functools.cache  # torch holds on to every tensor until its file is whole: those of one shape share their memory
+    @functools.cache  # tensors of one shape share their memory, which the system would not soon get back
     def room(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
@@ -201,8 +201,8 @@ def _model_toml(family: str, flavor: str, args: Mapping[str, Any], usual: Mappin
 def _to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
     import torch
 
-    from torchtitan.checkpoint.dcp import Reader
-    from torchtitan.checkpoint.export import TOKENIZER_FILES, export_plan, write_files, write_rest
+    from torchtitan.checkpoint.dcp.reader import Reader
+    from torchtitan.checkpoint.huggingface.export import TOKENIZER_FILES, export_plan, write_files, write_rest
 
     tokenizer = arguments.tokenizer
     if tokenizer is not None and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):

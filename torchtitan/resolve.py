@@ -16,11 +16,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from upath import UPath
 
-from torchtitan.checkpoint.huggingface import check_args
+from torchtitan.checkpoint.huggingface.files import WeightFolder
+from torchtitan.checkpoint.huggingface.load import check_args
 from torchtitan.checkpoint.manifest import CheckpointError, Manifest, damage
 from torchtitan.checkpoint.places import check_remote, is_local, place
 from torchtitan.checkpoint.storage import StepFolders, find_step, is_complete, step_folders
-from torchtitan.checkpoint.weight_files import WeightFolder
 from torchtitan.config import JobConfig
 from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.checkpointer import Checkpointer
-from torchtitan.checkpoint.dcp import Reader
-from torchtitan.checkpoint.export import ExportContent, export_plan
-from torchtitan.checkpoint.huggingface import load_weights
+from torchtitan.checkpoint.dcp.reader import Reader
+from torchtitan.checkpoint.huggingface.export import ExportContent, export_plan
+from torchtitan.checkpoint.huggingface.load import load_weights
 from torchtitan.checkpoint.loader import Loader, Start
 from torchtitan.checkpoint.manifest import Numbers
 from torchtitan.checkpoint.tensors import Tensors

@@ -116,6 +116,7 @@ def test_the_whole_config_is_seen_by_few() -> None:
 
 
 PRIVATE = {
+    "_StorageInfo": "checkpoint/dcp/writer.py",
     # attribute or name → the one file that may use it, because there is no public way
     "_set_pg_timeout": "distributed/world.py",
     "__create_chunk_list__": "distributed/whole.py",
@@ -144,9 +145,11 @@ def test_private_torch_names_have_one_door() -> None:
 
 def test_private_torch_names_still_exist() -> None:
     from torch.distributed import distributed_c10d
+    from torch.distributed.checkpoint import filesystem
     from torch.distributed.tensor import DTensor
 
     assert callable(distributed_c10d._set_pg_timeout)
+    assert vars(filesystem._StorageInfo("file", 1, 2)).items() >= {"relative_path": "file", "offset": 1}.items()
     assert callable(DTensor.__create_chunk_list__)
 
 

@@ -18,8 +18,9 @@ from upath import UPath
 from tests.launch import children_of, run_ranks
 from torchtitan.checkpoint import background, checkpointer, storage
 from torchtitan.checkpoint.checkpointer import Checkpointer
-from torchtitan.checkpoint.dcp import Reader, Streams
+from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.manifest import CheckpointError
+from torchtitan.checkpoint.places import RecordedFile
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.config.schema import Checkpoint
 from torchtitan.distributed.world import World
@@ -42,6 +43,7 @@ class Run:
             world,
             tensors=Tensors(list(self.weights.items()), list(self.weights), self.optimizer),
             numbers={"train_state": self.state},
+            huggingface=mock.Mock(),
             config_toml="",
             keys=Checkpoint(enable=True, interval=1, **keys),
             saved=None,
@@ -83,17 +85,14 @@ def test_what_changes_after_save_returns_stays_out(tmp_path: Path, mode: str) ->
 
 @contextmanager
 def storage_that(does: Callable[[str], None]) -> Iterator[None]:
-    """Before each file is opened for writing ``does`` is called with its name."""
-    create = Streams.create_stream
+    """Before each file of tensors is opened for writing ``does`` is called with its name."""
+    open_file = RecordedFile.open
 
-    @contextmanager
-    def slow(self: Streams, path: Any, mode: str) -> Iterator[Any]:
-        if "w" in mode:
-            does(path.name)
-        with create(self, path, mode) as stream:
-            yield stream
+    def slow(self: RecordedFile) -> Any:
+        does(self.path.name)
+        return open_file(self)
 
-    with mock.patch.object(Streams, "create_stream", slow):
+    with mock.patch.object(RecordedFile, "open", slow):
         yield
 
 
@@ -222,7 +221,7 @@ def test_memory_stays_flat(tmp_path: Path, mode: str) -> None:
 
 
 def test_a_plan_lays_tensors_apart() -> None:
-    from torchtitan.checkpoint.dcp import local_plan
+    from torchtitan.checkpoint.dcp.writer import local_plan
 
     state = {"a": torch.arange(5, dtype=torch.bfloat16), "b": torch.tensor(2.0), "c": torch.arange(6).view(2, 3)}
     plan, resolve = local_plan(state)

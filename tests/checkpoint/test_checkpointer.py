@@ -3,8 +3,6 @@
 import errno
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 from tests.launch import RanksFailed, run_ranks
 from tests.runs import Outcome, run_job, run_jobs, tiny_argv
-from torchtitan.checkpoint import dcp as room
 from torchtitan.checkpoint.manifest import FORMAT, Manifest
+from torchtitan.checkpoint.places import RecordedFile
 from torchtitan.distributed.world import World
 
 SAVES = ["--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=20"]
@@ -251,20 +249,13 @@ class FailingFile:
 
 def disk_full_at(world: World, argv: list[str], full: list[int], kind: str, n: int) -> Outcome:
     """Run with a disk that is full on the last rank while the steps ``full`` are saved."""
-    begin = room._Recorded.__init__
-    create = room.Streams.create_stream
+    open_file = RecordedFile.open
 
-    @contextmanager
-    def spied(self: room.Streams, path: Any, mode: str) -> Iterator[Any]:
-        failing = world.rank == world.size - 1 and path.parent.name in {f"step-{step}.partial" for step in full}
+    def opened(self: RecordedFile) -> Any:
+        failing = world.rank == world.size - 1 and self.path.parent.name in {f"step-{step}.partial" for step in full}
+        return FailingFile(open_file(self), kind, n) if failing else open_file(self)
 
-        def init(recorded: Any, file: Any, **options: Any) -> None:
-            begin(recorded, FailingFile(file, kind, n) if failing else file, **options)
-
-        with mock.patch.object(room._Recorded, "__init__", init), create(self, path, mode) as stream:
-            yield stream
-
-    with mock.patch.object(room.Streams, "create_stream", spied):
+    with mock.patch.object(RecordedFile, "open", opened):
         return run_job(world, argv)
 
 

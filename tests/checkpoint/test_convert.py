@@ -22,9 +22,9 @@ from upath import UPath
 from tests.checkpoint.weights import FAMILIES, random_weights, read_folder, same, tiny, write_folder
 from tests.conftest import CHECKOUT
 from torchtitan import convert
-from torchtitan.checkpoint.dcp import Reader
-from torchtitan.checkpoint.export import export_plan, write_files, write_rest
-from torchtitan.checkpoint.huggingface import Source, load_weights
+from torchtitan.checkpoint.dcp.reader import Reader
+from torchtitan.checkpoint.huggingface.export import export_plan, write_files, write_rest
+from torchtitan.checkpoint.huggingface.load import Source, load_weights
 from torchtitan.checkpoint.manifest import Manifest, damage
 from torchtitan.checkpoint.storage import find_step
 from torchtitan.config import load_config

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, safe_open
 from tests.launch import RanksFailed, run_ranks
 from tests.runs import Outcome, run_jobs, tiny_argv
 from torchtitan.checkpoint.__main__ import main
-from torchtitan.checkpoint.dcp import Reader
+from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.places import place
 from torchtitan.checkpoint.storage import is_complete
 from torchtitan.config import load_config

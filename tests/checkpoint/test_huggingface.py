@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from tests.checkpoint.weights import FAMILIES, random_weights, same, tiny, write_folder
 from tests.launch import run_ranks
 from torchtitan.checkpoint import huggingface
-from torchtitan.checkpoint.huggingface import load_weights
+from torchtitan.checkpoint.huggingface.files import WeightFolder
+from torchtitan.checkpoint.huggingface.load import load_weights
 from torchtitan.checkpoint.manifest import CheckpointError
-from torchtitan.checkpoint.weight_files import WeightFolder
 from torchtitan.config.schema import Parallelism
 from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.parallelize import parallelize

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from upath import UPath
 
 from torchtitan.checkpoint.__main__ import main
-from torchtitan.checkpoint.dcp import write_lazily
+from torchtitan.checkpoint.dcp.writer import write_lazily
 from torchtitan.checkpoint.manifest import FORMAT, MANIFEST, Manifest
 from torchtitan.checkpoint.places import FileRecord
 from torchtitan.checkpoint.storage import step_folders

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from upath import UPath
 
-from torchtitan.checkpoint.dcp import Reader
+from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.checkpoint.titan import TitanStep, holds_run
 from torchtitan.errors import ConfigError

@@ -14,7 +14,7 @@ from upath import UPath
 
 from tests.launch import run_ranks
 from tests.runs import Outcome, row_hashes, run_jobs
-from torchtitan.checkpoint.dcp import Reader
+from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.titan import TitanStep
 from torchtitan.data.batch import Batch
 from torchtitan.distributed.world import World

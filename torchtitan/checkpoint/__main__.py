@@ -1,7 +1,7 @@
 """``python -m torchtitan.checkpoint``: look into checkpoints, find damage, compare two.
 
 What is shown is worked out in ``inventory.py``, ``verification.py`` and ``comparison.py``, and written down in
-``tables.py``.
+``inspect/tables.py``.
 """
 
 import argparse
@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from torchtitan.checkpoint import tables
-    from torchtitan.checkpoint.inventory import steps_at
+    from torchtitan.checkpoint.inspect import tables
+    from torchtitan.checkpoint.inspect.inventory import steps_at
 
     steps, single = steps_at(arguments.path)
     if (arguments.all or arguments.config) and not single:
@@ -72,9 +72,9 @@ def _list(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from torchtitan.checkpoint import tables
-    from torchtitan.checkpoint.inventory import COMPLETE, EXPORT, FOREIGN, steps_at
-    from torchtitan.checkpoint.verification import verify
+    from torchtitan.checkpoint.inspect import tables
+    from torchtitan.checkpoint.inspect.inventory import COMPLETE, EXPORT, FOREIGN, steps_at
+    from torchtitan.checkpoint.inspect.verification import verify
 
     steps, _ = steps_at(arguments.path)
     if arguments.step is not None:
@@ -99,9 +99,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from torchtitan.checkpoint import tables
-    from torchtitan.checkpoint.comparison import compare
-    from torchtitan.checkpoint.inventory import Step, newest, steps_at
+    from torchtitan.checkpoint.inspect import tables
+    from torchtitan.checkpoint.inspect.comparison import compare
+    from torchtitan.checkpoint.inspect.inventory import Step, newest, steps_at
 
     def step_at(path: str) -> Step:
         steps, single = steps_at(path)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from upath import UPath
 
-from torchtitan.checkpoint.dcp import Resolve, Written, write_share
+from torchtitan.checkpoint.dcp.writer import Resolve, Written, write_share
 from torchtitan.checkpoint.places import one_line
 
 T = TypeVar("T")

@@ -16,7 +16,8 @@ from upath import UPath
 
 from torchtitan.checkpoint.background import BESIDE_TRAINING, DirectWriter, Failure, Task, Writer, attempt
 from torchtitan.checkpoint.content import Content, Planner
-from torchtitan.checkpoint.dcp import Reader, Written
+from torchtitan.checkpoint.dcp.reader import Reader
+from torchtitan.checkpoint.dcp.writer import Written
 from torchtitan.checkpoint.manifest import CheckpointError, Manifest, Numbers
 from torchtitan.checkpoint.places import FileRecord, free_bytes, write_durably
 from torchtitan.checkpoint.storage import StepFolders, is_complete

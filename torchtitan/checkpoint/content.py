@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from upath import UPath
 
 from torchtitan.checkpoint.background import Writer
-from torchtitan.checkpoint.dcp import Resolve, Written, global_plans, local_plan, nbytes, write_metadata
+from torchtitan.checkpoint.dcp.writer import Resolve, Written, global_plans, local_plan, nbytes, write_metadata
 from torchtitan.checkpoint.places import FileRecord
 from torchtitan.distributed.world import World
 

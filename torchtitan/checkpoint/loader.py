@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from upath import UPath
 
-from torchtitan.checkpoint.dcp import Reader
+from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, NewerFormat, Numbers, damage
 from torchtitan.checkpoint.places import share
 from torchtitan.checkpoint.storage import StepFolders, find_step

@@ -11,6 +11,7 @@ import pathlib
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -147,6 +148,66 @@ class FileRecord:
                 digest.update(block)
                 size += len(block)
         return FileRecord(size, digest.hexdigest())
+
+
+class RecordedFile:
+    """A new file, written from front to end within a ``with`` block and flushed to the disk once, in its end; then
+    ``record`` says what it is. OSError where storage fails, whatever the writer makes of that."""
+
+    def __init__(self, path: UPath) -> None:
+        self.path = path
+        self._digest, self._size = hashlib.sha256(), 0
+        self._failure: BaseException | None = None
+
+    def open(self) -> BinaryIO:
+        """The file itself."""
+        with storage_errors(self.path):
+            return self.path.open("wb")
+
+    def __enter__(self) -> "RecordedFile":
+        self._file = self.open()
+        return self
+
+    def write(self, block: Any) -> int:
+        with self._failures():
+            self._file.write(block)
+        length = memoryview(block).nbytes
+        self._digest.update(block)
+        self._size += length
+        return length
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        """Not at every tensor: once, in the end."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            with self._failures():
+                self._file.flush()
+                if is_local(self.path):
+                    os.fsync(self._file.fileno())
+                self._file.close()
+            return
+        with contextlib.suppress(Exception):
+            self._file.close()
+        if self._failure is not None:
+            raise self._failure from None
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(self._size, self._digest.hexdigest())
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """What goes wrong within is remembered: torch tells of it as of something else."""
+        try:
+            with storage_errors(self.path):
+                yield
+        except BaseException as error:
+            self._failure = error
+            raise
 
 
 def one_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtitan.checkpoint.dcp import Reader
+from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.errors import ConfigError
 

@@ -27,7 +27,7 @@ def main() -> None:
     from torch.distributed.checkpoint.planner import SavePlan
 
     from torchtitan.checkpoint.background import LOWER_PRIORITY, Layout, attempt
-    from torchtitan.checkpoint.dcp import Written, write_share
+    from torchtitan.checkpoint.dcp.writer import Written, write_share
     from torchtitan.checkpoint.places import place
 
     def write(plan: SavePlan, folder: str) -> Written:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from upath import UPath
 
-from torchtitan.checkpoint.dcp import Reader, Streams, Written
+from torchtitan.checkpoint.dcp.reader import Reader
+from torchtitan.checkpoint.dcp.writer import Written
+from torchtitan.checkpoint.huggingface.files import CONFIG, DTYPES, INDEX_SUFFIX, SUFFIX
 from torchtitan.checkpoint.manifest import CheckpointError
-from torchtitan.checkpoint.places import FileRecord, share
-from torchtitan.checkpoint.weight_files import CONFIG, DTYPES, INDEX_SUFFIX, SUFFIX
+from torchtitan.checkpoint.places import FileRecord, RecordedFile, share
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 from torchtitan.models.huggingface import TensorTable, to_config
@@ -196,12 +197,11 @@ def write_weights(
 
 def write_file(path: UPath, *contents: Iterable[Any]) -> FileRecord:
     """Write blocks of bytes, and wait until they are on the disk. OSError where storage fails."""
-    streams = Streams()
-    with streams.create_stream(path, "wb") as stream:
+    with RecordedFile(path) as file:
         for content in contents:
             for block in content:
-                stream.write(block)
-    return streams.records[path.name]
+                file.write(block)
+    return file.record
 
 
 def _bytes_of(load: Callable[[str], Tensor], name: str, kind: tuple[torch.Size, torch.dtype]) -> Iterable[Any]:

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from torchtitan.checkpoint.comparison import Comparison, Difference, numbers
-from torchtitan.checkpoint.dcp import Reader
-from torchtitan.checkpoint.inventory import Step, dtype_name, newest
+from torchtitan.checkpoint.dcp.reader import Reader
+from torchtitan.checkpoint.inspect.comparison import Comparison, Difference, numbers
+from torchtitan.checkpoint.inspect.inventory import Step, dtype_name, newest
+from torchtitan.checkpoint.inspect.verification import Verdict
 from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.checkpoint.places import storage_errors
 from torchtitan.checkpoint.storage import METADATA
-from torchtitan.checkpoint.verification import Verdict
 
 _STATES, _GROUPS = "optimizer.state.", "optimizer.param_groups."
 _LONGEST = 20  # names in one list

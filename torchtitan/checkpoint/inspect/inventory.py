@@ -11,7 +11,7 @@ from time import time as now
 
 from upath import UPath
 
-from torchtitan.checkpoint.dcp import Reader
+from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, NewerFormat
 from torchtitan.checkpoint.places import is_local, place, storage_errors
 from torchtitan.checkpoint.storage import BEING_WRITTEN, METADATA

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.checkpoint.huggingface.files import CONFIG, WeightFolder
 from torchtitan.checkpoint.manifest import CheckpointError
-from torchtitan.checkpoint.weight_files import CONFIG, WeightFolder
 from torchtitan.errors import ConfigError, brief
 from torchtitan.log import note_once
 from torchtitan.models.huggingface import TensorTable, from_config, to_config

@@ -6,8 +6,8 @@ Which steps there are is in ``inventory.py``.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from torchtitan.checkpoint.dcp import Reader
-from torchtitan.checkpoint.inventory import Step
+from torchtitan.checkpoint.dcp.reader import Reader
+from torchtitan.checkpoint.inspect.inventory import Step
 from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, damages
 from torchtitan.checkpoint.places import one_line, storage_errors
 from torchtitan.checkpoint.storage import BEING_WRITTEN, METADATA

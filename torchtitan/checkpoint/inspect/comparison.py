@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.dcp import Reader
-from torchtitan.checkpoint.inventory import Step, dtype_name
+from torchtitan.checkpoint.dcp.reader import Reader
+from torchtitan.checkpoint.inspect.inventory import Step, dtype_name
 from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.checkpoint.titan import TitanStep, holds_run
 
