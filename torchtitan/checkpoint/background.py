@@ -66,6 +66,10 @@ class Task(Generic[T]):
     def done(self) -> bool:
         return bool(self._outcome)
 
+    def join(self) -> None:
+        """Wait until it is done."""
+        self._thread.join()
+
     def outcome(self) -> T | Failure:
         """What it returned or why it failed, once it is done."""
         return self._outcome[0]
@@ -73,6 +77,9 @@ class Task(Generic[T]):
 
 class Writer(Protocol):
     """How a rank's share of a step gets into its files."""
+
+    def reserve(self, plan: SavePlan) -> None:
+        """Get beforehand what a save of that plan will need."""
 
     def prepare(self, plan: SavePlan, resolve: Resolve) -> None:
         """After this the tensors may change, if the writer says so."""
@@ -85,6 +92,9 @@ class Writer(Protocol):
 
 class DirectWriter:
     """From the tensors themselves, which must not change meanwhile."""
+
+    def reserve(self, plan: SavePlan) -> None:
+        """Nothing is needed."""
 
     def prepare(self, plan: SavePlan, resolve: Resolve) -> None:
         self._plan, self._resolve = plan, resolve
@@ -102,10 +112,23 @@ class CopyingWriter:
     def __init__(self) -> None:
         self._copies: dict[MetadataIndex, Tensor] = {}
         self._plan: SavePlan | None = None
+        self._touching: Task[None] | None = None
 
-    def prepare(self, plan: SavePlan, resolve: Resolve) -> None:
+    def reserve(self, plan: SavePlan) -> None:
         if plan is not self._plan:
             self._plan, self._copies = plan, self._allocate(plan)
+            # The system gives memory only when it is written to, which would take as long as the copy itself.
+            self._touching = Task(self._touch)
+
+    def _touch(self) -> None:
+        for copy in self._copies.values():
+            copy.zero_()
+
+    def prepare(self, plan: SavePlan, resolve: Resolve) -> None:
+        self.reserve(plan)
+        if self._touching is not None:
+            self._touching.join()
+            self._touching = None
         for item in plan.items:
             self._copies[item.index].copy_(resolve(item), non_blocking=True)
         if torch.accelerator.is_available():

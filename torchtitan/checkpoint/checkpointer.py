@@ -78,6 +78,7 @@ class Checkpointer:
         self._start = start
         self._beside_training = keys.async_mode in BESIDE_TRAINING and not keys.load_only
         self._writer: Writer = BESIDE_TRAINING[keys.async_mode]() if self._beside_training else DirectWriter()
+        self._reserved = False
         self._planner = Planner(world)
         self._save: _Save | None = None
 
@@ -92,6 +93,9 @@ class Checkpointer:
         due = last or step % keys.interval == 0 or (keys.enable_first_step_checkpoint and step == 1)
         if last:
             self.finish()
+        if self._beside_training and not (due or self._reserved):
+            self._reserved = True
+            self._planner.plan(self._tensors.state(), self._writer).reserve()
         if keys.load_only or not due or step in (0, self._saved):
             return
         if self._save is not None:

@@ -51,6 +51,10 @@ class TensorContent:
     def bytes(self) -> int:
         return nbytes(self._plan.share)
 
+    def reserve(self) -> None:
+        """Get beforehand what writing will need."""
+        self._writer.reserve(self._plan.share)
+
     def begin(self, folder: UPath) -> Callable[[], Written]:
         self._writer.prepare(self._plan.share, self._resolve)
         return lambda: self._writer.write(folder)
