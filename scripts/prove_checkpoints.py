@@ -1,7 +1,9 @@
 """Holds checkpoints against what is said of them: python scripts/prove_checkpoints.py [PARTS ...]
 
-Parts: pairs (each layout is saved and goes on in each), kills (at random, and the restarts). Without PARTS all of them, in that order. Needs the test dependencies,
-two cores, and 2 GB of disk below TMPDIR. Ends with 1 if anything is not as it should be.
+Parts: pairs (each layout is saved and goes on in each), kills (at random, and the restarts), faults (disks that fail,
+files that rot, kills at everything a save does), beside (what a save costs training). Without PARTS all of them, in
+that order. Needs the test dependencies, two cores that do nothing else, and 4 GB of disk below TMPDIR. Ends with 1 if
+anything is not as it should be.
 """
 
 import argparse

@@ -57,9 +57,7 @@ def kill_ranks(
 
 
 @contextlib.contextmanager
-def _started_ranks(
-    target: Callable[..., Any], ranks: int, args: tuple[Any, ...]
-) -> Iterator[tuple[list[Any], Path]]:
+def _started_ranks(target: Callable[..., Any], ranks: int, args: tuple[Any, ...]) -> Iterator[tuple[list[Any], Path]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [_context.Process(target=_rank, args=(target, r, ranks, folder, args)) for r in range(ranks)]

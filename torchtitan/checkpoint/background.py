@@ -66,6 +66,10 @@ class Task(Generic[T]):
     def done(self) -> bool:
         return bool(self._outcome)
 
+    def wait(self, seconds: float) -> None:
+        """Return once it is done, or after so many seconds."""
+        self._thread.join(seconds)
+
     def outcome(self) -> T | Failure:
         """What it returned or why it failed, once it is done."""
         return self._outcome[0]
