@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,47 @@ class RanksFailed(AssertionError):
 
 def run_ranks(target: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """``target(world, *args)`` on ``ranks`` processes; the results in the order of ranks."""
+    with _started_ranks(target, ranks, args) as (processes, folder):
+        _await(processes, folder, time.monotonic() + timeout)
+        return [pickle.loads((folder / f"result-{r}").read_bytes()) for r in range(ranks)]
+
+
+def kill_ranks(
+    target: Callable[..., Any], ranks: int, *args: Any, when: Callable[[], bool], timeout: float = 120.0
+) -> bool:
+    """As ``run_ranks``, but SIGKILL to all ranks once ``when``, which is asked a thousand times a second; False if they
+    ended before. Whatever a rank has started must end with it: it is not killed, and awaited."""
+    deadline = time.monotonic() + timeout
+    with _started_ranks(target, ranks, args) as (processes, folder):
+        while not when():
+            if not wait([p.sentinel for p in processes], timeout=0.001):
+                assert time.monotonic() < deadline, "nothing came up to kill the ranks at"
+                continue
+            _await(processes, folder, deadline)
+            return False
+        started = {child for process in processes for child in with_descendants(process.pid)[1:]}
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        await_end(started, deadline)
+        return True
+
+
+@contextlib.contextmanager
+def _started_ranks(target: Callable[..., Any], ranks: int, args: tuple[Any, ...]) -> Iterator[tuple[list[Any], Path]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [_context.Process(target=_rank, args=(target, r, ranks, folder, args)) for r in range(ranks)]
         for process in processes:
             process.start()
         try:
-            _await(processes, folder, time.monotonic() + timeout)
+            yield processes, folder
         finally:
             for process in processes:
                 if process.is_alive() and process.pid:
                     _kill_session(process.pid)
                 process.join()
-        return [pickle.loads((folder / f"result-{r}").read_bytes()) for r in range(ranks)]
 
 
 def _await(processes: list[Any], folder: Path, deadline: float) -> None:
@@ -103,6 +131,13 @@ def run_command(command: Sequence[str], *, timeout: float = 120.0, **options: An
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
         output, errors = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def await_end(pids: Iterable[int], deadline: float) -> None:
+    """Return once none of the processes runs, which must be before ``deadline`` (``time.monotonic()``)."""
+    while left := [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]:
+        assert time.monotonic() < deadline, f"{left} still run"
+        time.sleep(0.001)
 
 
 def children_of(pid: int) -> list[int]:

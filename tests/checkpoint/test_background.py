@@ -1,70 +1,23 @@
 """Saving beside training: what reaches the files, what a save may cost, and how its failures are told."""
 
-import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from upath import UPath
 
+from tests.checkpoint.runs import Run, said, storage_that
 from tests.launch import children_of, run_ranks
-from torchtitan.checkpoint import background, checkpointer, storage
-from torchtitan.checkpoint.checkpointer import Checkpointer
+from torchtitan.checkpoint import background, checkpointer
 from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.manifest import CheckpointError
-from torchtitan.checkpoint.places import RecordedFile
-from torchtitan.checkpoint.tensors import Tensors
-from torchtitan.config.schema import Checkpoint
 from torchtitan.distributed.world import World
-from torchtitan.log import logger
-from torchtitan.state import TrainState
 
 MODES = ["async", "async_with_pinned_mem"]
-
-
-class Run:
-    """The least that can be saved: two weights with momentum, and the number of a step."""
-
-    def __init__(self, folder: Path, world: World, **keys: Any) -> None:
-        self.weights = {name: torch.nn.Parameter(torch.zeros(300, 200)) for name in ("a", "b")}
-        self.optimizer = torch.optim.SGD(self.weights.values(), lr=1.0, momentum=0.5)
-        self.state = TrainState()
-        self.folders = storage.step_folders(UPath(folder))
-        self.checkpointer = Checkpointer(
-            self.folders,
-            world,
-            tensors=Tensors(list(self.weights.items()), list(self.weights), self.optimizer),
-            numbers={"train_state": self.state},
-            huggingface=mock.Mock(),
-            config_toml="",
-            keys=Checkpoint(enable=True, interval=1, **keys),
-            saved=None,
-            start={},
-        )
-
-    def step(self, *, last: bool = False) -> None:
-        """Every weight becomes the number of the step; then what is due is saved."""
-        self.state.step += 1
-        for weight in self.weights.values():
-            weight.data.fill_(self.state.step)
-            weight.grad = torch.zeros_like(weight)
-        self.optimizer.step()
-        self.checkpointer.save(self.state.step, last=last)
-
-    def spoil(self) -> None:
-        for weight in self.weights.values():
-            weight.data.fill_(-1)
-
-    def close(self) -> None:
-        self.checkpointer.close()
 
 
 def what_changes_after_save_returns_stays_out(world: World, folder: Path, mode: str) -> list[tuple[int, float]]:
@@ -83,31 +36,6 @@ def test_what_changes_after_save_returns_stays_out(tmp_path: Path, mode: str) ->
         assert found == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
-@contextmanager
-def storage_that(does: Callable[[str], None]) -> Iterator[None]:
-    """Before each file of tensors is opened for writing ``does`` is called with its name."""
-    open_file = RecordedFile.open
-
-    def slow(self: RecordedFile) -> Any:
-        does(self.path.name)
-        return open_file(self)
-
-    with mock.patch.object(RecordedFile, "open", slow):
-        yield
-
-
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-
-
 def a_slow_storage(world: World, folder: Path) -> tuple[float, list[str], list[int]]:
     """The second rank's disk takes two seconds a file: how long ten steps take, what is said, what is saved."""
     run = Run(folder, world, async_mode="async")
@@ -116,19 +44,19 @@ def a_slow_storage(world: World, folder: Path) -> tuple[float, list[str], list[i
         if world.rank == 1:
             time.sleep(2)
 
-    with storage_that(sleep), warnings() as said:
+    with storage_that(sleep), said() as lines:
         begin = time.monotonic()
         for _ in range(10):
             run.step()
         seconds = time.monotonic() - begin
         run.step(last=True)
-    return seconds, said, run.folders.steps()
+    return seconds, lines, run.folders.steps()
 
 
 def test_a_slow_storage_holds_nobody_up(tmp_path: Path) -> None:
-    for seconds, said, steps in run_ranks(a_slow_storage, 2, tmp_path):
+    for seconds, lines, steps in run_ranks(a_slow_storage, 2, tmp_path):
         assert seconds < 1.5
-        assert [line for line in said if "step 2 is not saved: step 1 is still being written" in line]
+        assert [line for line in lines if "step 2 is not saved: step 1 is still being written" in line]
         assert steps == [1, 11]
 
 
@@ -173,9 +101,9 @@ def failures(world: World, folder: Path) -> dict[str, str]:
         stuck.set()
 
     run = Run(folder / "room", world, async_mode="async")
-    with mock.patch.object(checkpointer, "free_bytes", lambda folder: 1 << 20), warnings() as said:
+    with mock.patch.object(checkpointer, "free_bytes", lambda folder: 1 << 20), said() as lines:
         run.step()
-    told["room"] = said[0] if said else ""
+    told["room"] = lines[0] if lines else ""
     run.step()
     run.checkpointer.finish()
     told["room after"] = str(run.folders.steps())

@@ -105,7 +105,7 @@ def test_only_a_manifest_makes_a_step(server: Mapping[str, str]) -> None:
     (foreign / ".metadata").write_text("another program's")
     assert folders.foreign() == [8]
     assert folders.set_aside_after(2) == [4]
-    folders.retain(0)
+    folders.sweep()
     assert names("s3://runs/c") == {"step-2", "step-8", "step-4.superseded"}
     folders.prepare(foreign)
     assert (folders.root / "step-8.superseded" / ".metadata").read_text() == "another program's"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from upath import UPath
 
+from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, Manifest, damage
 from torchtitan.checkpoint.places import FileRecord, share
 from torchtitan.checkpoint.storage import StepFolders
@@ -112,10 +113,9 @@ def test_a_step_is_replaced_at_once_or_not_at_all(folders: StepFolders, monkeypa
     assert [p.name for p in folders.root.iterdir()] == ["step-5"]
 
 
-def test_retention_keeps_the_newest_and_sweeps_leftovers(folders: StepFolders) -> None:
+def test_retention_keeps_the_newest(folders: StepFolders) -> None:
     for step in (5, 10, 15, 20):
         write(folders, step)
-    prepare(folders, 17)
     folders.retain(0)
     assert folders.steps() == [5, 10, 15, 20]
     folders.retain(2)
@@ -127,6 +127,23 @@ def test_retention_keeps_multiples_for_good(folders: StepFolders) -> None:
         write(folders, step)
         folders.retain(2, 10)
     assert folders.steps() == [10, 20, 25, 30]
+
+
+def test_leftovers_are_swept_and_no_step_with_them(folders: StepFolders, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (5, 10, 15):
+        write(folders, step)
+    prepare(folders, 17)
+    folders.path(5).rename(folders.root / "step-5.removing")
+    folders.sweep()
+    assert sorted(p.name for p in folders.root.iterdir()) == ["step-10", "step-15"]
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError("somebody else's")
+
+    prepare(folders, 17)
+    monkeypatch.setattr(storage, "remove", refused)
+    folders.sweep()  # costs a warning
+    assert (folders.root / "step-17.partial").exists()
 
 
 def test_going_back_sets_later_steps_aside(folders: StepFolders) -> None:

@@ -66,9 +66,9 @@ class Task(Generic[T]):
     def done(self) -> bool:
         return bool(self._outcome)
 
-    def join(self) -> None:
-        """Wait until it is done."""
-        self._thread.join()
+    def wait(self, seconds: float | None = None) -> None:
+        """Return once it is done, or after so many seconds."""
+        self._thread.join(seconds)
 
     def outcome(self) -> T | Failure:
         """What it returned or why it failed, once it is done."""
@@ -127,7 +127,7 @@ class CopyingWriter:
     def prepare(self, plan: SavePlan, resolve: Resolve) -> None:
         self.reserve(plan)
         if self._touching is not None:
-            self._touching.join()
+            self._touching.wait()
             self._touching = None
         for item in plan.items:
             self._copies[item.index].copy_(resolve(item), non_blocking=True)

@@ -133,7 +133,7 @@ class Checkpointer:
         pause, tell_after = _POLL_SECONDS, 30.0
         self._advance()
         while (save := self._save) is not None:
-            time.sleep(pause)
+            save.task.wait(pause)
             self._advance()
             (waited,) = self._world.max([time.monotonic() - save.began])
             if self._save is save and waited > self._keys.save_timeout_seconds:
@@ -157,6 +157,7 @@ class Checkpointer:
         (total,) = self._world.sum([float(content.bytes)])
 
         def make_room() -> None:
+            folders.sweep()  # what is left of a killed save must not take the room of this one
             free = free_bytes(folders.root)
             if free is not None and free < total + _SPARE_BYTES:
                 raise OSError(f"it needs {_gib(total)} and there are {_gib(free)} left on the disk")

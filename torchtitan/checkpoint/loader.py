@@ -68,6 +68,7 @@ class Loader:
         keys = self._keys
         if self._world.rank == 0 and not keys.load_only:
             self._folders.recover()
+            self._folders.sweep()
         self._world.barrier()
         start = Start()
         steps = self._steps_to_try(start)
@@ -77,7 +78,7 @@ class Loader:
             if problem is None:
                 self._resume(step, folder, start)
                 return start
-            if keys.load_step >= 0:
+            if step == keys.load_step:
                 raise CheckpointError(problem)
             logger.warning(f"{problem}; trying the step before it")
         if steps:
@@ -102,14 +103,15 @@ class Loader:
             )
         if load_step < 0:
             return steps
+        later = [step for step in steps if step > load_step]
+        if any(_start_of(self._folders.path(step)).get("went_back_to") == load_step for step in reversed(later)):
+            logger.info(f"this run has gone back to step {load_step} already and goes on from there")
+            return later
         if load_step not in steps:
             known = ", ".join(map(str, steps)) or "none"
             raise ConfigError(
                 "checkpoint.load_step", f"no complete step of that number in {self._folders.root}; there are: {known}"
             )
-        if steps[-1] > load_step and _start_of(self._folders.path(steps[-1])).get("went_back_to") == load_step:
-            logger.info(f"this run has gone back to step {load_step} already and goes on from there")
-            return [steps[-1]]
         start.went_back_to = load_step
         return [load_step]
 

@@ -14,7 +14,7 @@ import re
 from upath import UPath
 
 from torchtitan.checkpoint.manifest import MANIFEST
-from torchtitan.checkpoint.places import is_local, move, place, remove, storage_errors, sync_folder
+from torchtitan.checkpoint.places import is_local, move, one_line, place, remove, storage_errors, sync_folder
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
@@ -85,7 +85,7 @@ class StepFolders:
             folder.rename(old)
         self.partial(folder).rename(folder)
         sync_folder(self.root)
-        remove(old, first=MANIFEST)
+        self.sweep()  # which costs nobody a step that has its name
 
     def discard(self, folder: UPath) -> None:
         """Forget a folder that could not be written."""
@@ -97,6 +97,15 @@ class StepFolders:
             final = old.with_suffix("")
             if not final.exists():
                 old.rename(final)
+
+    def sweep(self) -> None:
+        """Remove what killed saves and removals left behind; none may be in progress."""
+        for leftover in self._leftovers():
+            try:
+                remove(leftover, first=MANIFEST)
+                logger.info(f"removed {leftover}, which nobody needs any more")
+            except OSError as error:
+                logger.warning(f"{leftover} is not needed any more, but cannot be removed: {one_line(error)}")
 
     # Those that are no longer wanted
 
@@ -113,15 +122,11 @@ class StepFolders:
         move(folder, next(name for name in names if not name.exists()), first=MANIFEST)
 
     def retain(self, keep_latest: int, keep_every: int | None = None) -> None:
-        """Delete all complete steps but the newest ``keep_latest`` (0: none) and the multiples of ``keep_every``, and
-        what killed saves left behind."""
+        """Delete all complete steps but the newest ``keep_latest`` (0: none) and the multiples of ``keep_every``."""
         steps = self.steps()
         for step in steps[:-keep_latest] if keep_latest else []:
             if keep_every is None or step % keep_every:
                 self._delete(self.path(step))
-        for leftover in self._leftovers():
-            logger.info(f"removing {leftover}, which an interrupted save left behind")
-            remove(leftover, first=MANIFEST)
 
     def _delete(self, folder: UPath) -> None:
         # Renamed first: a removal that is interrupted must not leave half a step under its name.
