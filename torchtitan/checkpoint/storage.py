@@ -20,8 +20,10 @@ from torchtitan.log import logger
 
 METADATA = ".metadata"  # PyTorch's own index of a distributed checkpoint
 BEING_WRITTEN = "being-written"  # beside the files of a step in a bucket until it is complete
-_STEP = re.compile(r"step-(\d+)")
-_FOLDER = re.compile(r"step-\d+(-export)?")
+_START = "checkpoint.initial_load_path"
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")  # as it is written: step-007 is somebody else's
+_FOLDER = re.compile(rf"{_STEP.pattern}(-export)?")
+_LEFTOVER = re.compile(rf"{_FOLDER.pattern}\.(partial|removing|replaced)")
 
 
 def step_folders(root: UPath) -> "StepFolders":
@@ -80,25 +82,35 @@ class StepFolders:
         old = folder.with_name(folder.name + ".replaced")
         if folder.exists() and not is_complete(folder):
             self._set_aside(folder)  # not ours to delete
-        if folder.exists():
+        replaces = folder.exists()
+        if replaces:
             remove(old, first=MANIFEST)
             folder.rename(old)
         self.partial(folder).rename(folder)
         sync_folder(self.root)
-        remove(old, first=MANIFEST)
+        if replaces:
+            remove(old, first=MANIFEST)
 
     def discard(self, folder: UPath) -> None:
         """Forget a folder that could not be written."""
         remove(self.partial(folder), first=MANIFEST)
 
     def recover(self) -> None:
-        """Give back its name to a folder whose replacement was interrupted between two renames."""
-        for old in self._named("step-*.replaced"):
+        """Give back its name to a folder whose replacement was interrupted between two renames, and delete what killed
+        saves left behind."""
+        for old in self._leftovers():
             final = old.with_suffix("")
-            if not final.exists():
+            if old.suffix == ".replaced" and not final.exists():
                 old.rename(final)
+        self.sweep()
 
     # Those that are no longer wanted
+
+    def sweep(self) -> None:
+        """Delete what killed saves left behind."""
+        for leftover in self._leftovers():
+            logger.info(f"removing {leftover}, which an interrupted save left behind")
+            remove(leftover, first=MANIFEST)
 
     def set_aside_after(self, step: int) -> list[int]:
         """Rename complete steps later than ``step``, so that a run that goes back to it does not jump to them later."""
@@ -119,9 +131,7 @@ class StepFolders:
         for step in steps[:-keep_latest] if keep_latest else []:
             if keep_every is None or step % keep_every:
                 self._delete(self.path(step))
-        for leftover in self._leftovers():
-            logger.info(f"removing {leftover}, which an interrupted save left behind")
-            remove(leftover, first=MANIFEST)
+        self.sweep()
 
     def _delete(self, folder: UPath) -> None:
         # Renamed first: a removal that is interrupted must not leave half a step under its name.
@@ -129,7 +139,7 @@ class StepFolders:
         remove(doomed, first=MANIFEST)
 
     def _leftovers(self) -> list[UPath]:
-        return [f for f in self._named("step-*") if f.name.endswith((".partial", ".removing", ".replaced"))]
+        return [folder for folder in self._named("step-*") if _LEFTOVER.fullmatch(folder.name)]
 
 
 class StepsInBucket(StepFolders):
@@ -151,7 +161,8 @@ class StepsInBucket(StepFolders):
             (folder / BEING_WRITTEN).unlink(missing_ok=True)
 
     def recover(self) -> None:
-        """Nothing is ever between two names."""
+        """Delete what killed saves left behind; nothing is ever between two names."""
+        self.sweep()
 
     def _delete(self, folder: UPath) -> None:
         with storage_errors(folder):
@@ -172,7 +183,23 @@ def is_complete(folder: UPath) -> bool:
         return bool((folder / MANIFEST).is_file())
 
 
-def find_step(name: str, key: str = "checkpoint.initial_load_path") -> UPath:
+def check_start(folders: StepFolders, load_step: int = -1) -> None:
+    """ConfigError if a run cannot go on in ``folders``: from the newest step, or from ``load_step`` if it is not -1."""
+    steps = folders.steps()
+    if not steps and (foreign := folders.foreign()):
+        raise ConfigError(
+            "checkpoint.folder",
+            f"{folders.path(foreign[-1])} was written by another program; to start from it, name it as "
+            "checkpoint.initial_load_path and save elsewhere",
+        )
+    if load_step >= 0 and load_step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(
+            "checkpoint.load_step", f"no complete step of that number in {folders.root}; there are: {known}"
+        )
+
+
+def find_step(name: str, key: str = _START) -> UPath:
     """The step that ``name`` means: itself, or the newest complete one below it. ConfigError, on ``key``, if none."""
     path = place(name, key=key)
     with storage_errors(path):
@@ -182,6 +209,6 @@ def find_step(name: str, key: str = "checkpoint.initial_load_path") -> UPath:
             folders = step_folders(root)
             if steps := folders.steps():
                 return folders.path(steps[-1])
-        if next(iter(path.glob("*.safetensors")), None) is not None:
+        if key == _START and next(iter(path.glob("*.safetensors")), None) is not None:
             raise ConfigError(key, "a Hugging Face model lies there; set checkpoint.initial_load_in_hf = true")
     raise ConfigError(key, "no checkpoint there: neither a step nor a folder with a complete one")
