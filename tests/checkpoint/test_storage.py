@@ -57,6 +57,7 @@ def test_a_manifest_reads_back(folders: StepFolders) -> None:
     [
         {"files": {"../../x": {"bytes": 0, "sha256": ""}}},
         {"files": {"/dev/zero": {"bytes": 0, "sha256": ""}}},
+        {"files": {"a": {"bytes": "0", "sha256": ""}}},
         {"step": "5"},
         {"step": -1},
         {"state": []},

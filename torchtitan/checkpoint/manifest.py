@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from upath import UPath
 
-from torchtitan.checkpoint.places import FileRecord, is_file_name, storage_errors, write_durably
+from torchtitan.checkpoint.places import FileRecord, is_file_name, one_line, storage_errors, write_durably
 from torchtitan.errors import brief
 
 FORMAT = 1
@@ -64,7 +64,8 @@ class Manifest:
         except FileNotFoundError:
             raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error!r}") from None
+            said = brief(f"{type(error).__name__}: {one_line(error)}")  # of a damaged byte, all that is around it
+            raise CheckpointError(f"{folder / MANIFEST} cannot be read: {said}") from None
         raise NewerFormat(f"{folder} has format {version}, and this version reads format {FORMAT}; update torchtitan")
 
 
@@ -95,8 +96,11 @@ def _problem(step: Any, state: Any, files: Mapping[str, FileRecord]) -> str | No
         return f"{brief(repr(step))} is no step"
     if not isinstance(state, dict) or not all(isinstance(part, dict) for part in state.values()):
         return "its state is no table of tables"
-    if name := next((name for name in files if not is_file_name(name)), None):
-        return f"{brief(repr(name))} is no file of its folder"
+    for name, record in files.items():
+        if not is_file_name(name):
+            return f"{brief(repr(name))} is no file of its folder"
+        if type(record.bytes) is not int or not 0 <= record.bytes < 2**63:
+            return f"{name} cannot have {brief(repr(record.bytes))} bytes"
     return None
 
 
