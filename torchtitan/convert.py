@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, damage
 from torchtitan.checkpoint.places import free_bytes, is_local, one_line, place, storage_errors
-from torchtitan.checkpoint.storage import METADATA, find_step, step_folders
+from torchtitan.checkpoint.storage import BEING_WRITTEN, METADATA, find_step, step_folders
 from torchtitan.config import describe_error, load_config
 from torchtitan.config.toml import key_text, parse, value_text
 from torchtitan.errors import ConfigError
@@ -289,10 +289,17 @@ def _new_folder(name: str, total: int) -> Iterator[UPath]:
     if free is not None and free < total:
         raise ConfigError(name, f"needs {_shown(total)}, and {_shown(free)} are free there")
     folders = step_folders(folder.parent)
+    unfinished = folders.partial(folder)
     with storage_errors(folder):
+        if is_local(folder) and unfinished.exists() and not (unfinished / BEING_WRITTEN).exists():
+            raise ConfigError(
+                name, f"is written as {unfinished} at first, and that is there already; choose another OUT"
+            )
         folders.prepare(folder)
         try:
-            yield folders.partial(folder)
+            (unfinished / BEING_WRITTEN).write_text("")  # ours to delete, if this is interrupted
+            yield unfinished
+            (unfinished / BEING_WRITTEN).unlink()
             if is_local(folder) and folder.exists():
                 folder.rmdir()
             folders.commit(folder)

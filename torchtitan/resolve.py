@@ -20,7 +20,7 @@ from torchtitan.checkpoint.huggingface.files import WeightFolder
 from torchtitan.checkpoint.huggingface.load import check_args
 from torchtitan.checkpoint.manifest import CheckpointError, Manifest, damage
 from torchtitan.checkpoint.places import check_remote, is_local, place
-from torchtitan.checkpoint.storage import StepFolders, find_step, is_complete, step_folders
+from torchtitan.checkpoint.storage import StepFolders, check_start, find_step, is_complete, step_folders
 from torchtitan.config import JobConfig
 from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
@@ -157,6 +157,7 @@ def _check_checkpoints(config: JobConfig, spec: ModelSpec, args: Any) -> None:
         check_folder(Path(str(folders.root)), "checkpoint.folder")
     elif os.environ.get("RANK", "0") == "0":  # one look is enough
         check_remote(folders.root, "checkpoint.folder")
+    check_start(folders, keys.load_step)
     if keys.async_mode == "async_with_pinned_mem" and sys.platform != "linux":
         raise ConfigError("checkpoint.async_mode", 'memory is shared with a process on Linux only; take "async"')
     if keys.last_save_in_hf and spec.huggingface is None:
@@ -181,19 +182,20 @@ def finished_step(config: JobConfig) -> int | None:
         return None
     folders = checkpoint_folders(config)
     for step in folders.steps()[-1:]:
-        if step >= config.training.steps and not _damaged(folders.path(step)):
+        if step >= config.training.steps and not _damaged(folders.path(step), step):
             exports = keys.last_save_model_only or keys.last_save_in_hf
             return step if not exports or keys.load_only or is_complete(folders.export(step)) else None
     return None
 
 
-def _damaged(folder: UPath) -> bool:
-    """Whether a file of the step is missing or has another size; what is in them is looked at when they are loaded."""
+def _damaged(folder: UPath, step: int) -> bool:
+    """Whether it is another step, or a file is missing or has another size; what is in them is looked at when they are
+    loaded."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError:
         return True
-    return damage(folder, manifest, manifest.files, content=False) is not None
+    return manifest.step != step or damage(folder, manifest, manifest.files, content=False) is not None
 
 
 def resolve_args(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> Any:

@@ -20,7 +20,10 @@ class _Numbers:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for field in fields(self):
-            setattr(self, field.name, state[field.name])
+            value, own = state[field.name], getattr(self, field.name)
+            if type(value) is not type(own) or (isinstance(value, int) and value < 0):
+                raise ValueError(f"{field.name} is {value!r}")
+            setattr(self, field.name, value)
 
 
 @dataclass

@@ -10,8 +10,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,8 +68,24 @@ def train(config: JobConfig) -> int:
         )
         return DONE
     # Before the process group: who may not write there must not say so there.
-    with own_folder(folder) if os.environ.get("RANK", "0") == "0" else nullcontext():
+    with own_folders(config) if os.environ.get("RANK", "0") == "0" else nullcontext():
         return run(job, folder, started)
+
+
+@contextmanager
+def own_folders(config: JobConfig) -> Iterator[None]:
+    """Keep other runs out of the run's folder, and out of that of its steps, which may lie elsewhere."""
+    from torchtitan.checkpoint.places import is_local
+    from torchtitan.resolve import checkpoint_folders
+
+    folder = Path(config.job.dump_folder)
+    with ExitStack() as held:
+        held.enter_context(own_folder(folder))
+        steps = checkpoint_folders(config).root
+        writes = config.checkpoint.enable and not config.checkpoint.load_only
+        if writes and is_local(steps) and not (steps.exists() and steps.samefile(folder)):
+            held.enter_context(own_folder(Path(str(steps)), "checkpoint.folder"))
+        yield
 
 
 def run(job: Job, folder: Path, started: float) -> int:

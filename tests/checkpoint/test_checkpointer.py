@@ -105,6 +105,13 @@ def test_a_half_written_step_is_never_taken(six: tuple[Path, Outcome], tmp_path:
     assert sorted(p.name for p in checkpoints.iterdir()) == ["step-2", "step-4", "step-6", "step-7"]
 
 
+def test_a_renamed_step_is_passed_over(six: tuple[Path, Outcome], tmp_path: Path) -> None:
+    checkpoints = copy(six, tmp_path)
+    shutil.copytree(checkpoints / "step-2", checkpoints / "step-500")
+    assert go_on(checkpoints).steps == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert {p.name for p in checkpoints.iterdir()} >= {"step-6", "step-8", "step-500.superseded"}
+
+
 def test_going_back_by_number(six: tuple[Path, Outcome], tmp_path: Path) -> None:
     checkpoints = copy(six, tmp_path)
     outcome = go_on(checkpoints, "--checkpoint.load_step=2", steps=3)

@@ -211,12 +211,15 @@ def test_what_is_refused(step: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("mine")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "taken.partial").mkdir()
+    (tmp_path / "empty.replaced").mkdir()
     out, before = str(tmp_path / "out"), left(tmp_path)
     hf = str(tmp_path / "hf")
     for words, told in (
         (["to-hf", str(step), str(tmp_path / "full")], "is there already and is not an empty folder"),
         (["from-hf", hf, str(tmp_path / "full")], "is there already and is not an empty folder"),
         (["from-hf", hf, str(tmp_path / "full" / "x")], "is there already"),
+        (["from-hf", hf, str(tmp_path / "taken")], "taken.partial at first, and that is there already"),
         (["from-hf", str(tmp_path / "empty"), out], "config.json is missing"),
         (["from-hf", "https://huggingface.co/x", out], "is a URL"),
         (["from-hf", hf, out, "--model.args.dim=3"], "--model.args.dim: is not taken here"),

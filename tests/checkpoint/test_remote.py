@@ -118,6 +118,10 @@ def test_only_a_manifest_makes_a_step(server: Mapping[str, str]) -> None:
         ("nonsense://runs/x", "no file system is known"),
         ("gs://runs/x", "package that is not installed"),
         ("s3://nowhere/x", "cannot be written to"),
+        ("s3:///x", "no such place there"),
+        ("s3:/runs/x", "lost a slash"),
+        ("://x", "names no file system"),
+        ("file://runs/x", "file:///runs/x"),
     ],
 )
 def test_what_cannot_be_reached_is_refused_in_one_line(server: Mapping[str, str], url: str, message: str) -> None:

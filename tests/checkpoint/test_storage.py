@@ -1,7 +1,10 @@
 """Which folders count as checkpoints, whatever was interrupted, damaged or left over."""
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from upath import UPath
@@ -50,6 +53,31 @@ def test_a_manifest_reads_back(folders: StepFolders) -> None:
     assert damage(folders.path(5), manifest, manifest.files) is None
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"../../x": {"bytes": 0, "sha256": ""}}},
+        {"files": {"/dev/zero": {"bytes": 0, "sha256": ""}}},
+        {"files": {"a": {"bytes": "0", "sha256": ""}}},
+        {"step": "5"},
+        {"step": -1},
+        {"state": []},
+        {"state": {"start": 3}},
+        {"files": None},
+    ],
+    ids=str,
+)
+def test_a_manifest_of_a_stranger_is_held_against_what_one_says(folders: StepFolders, change: dict[str, Any]) -> None:
+    write(folders, 5)
+    path = folders.path(5) / MANIFEST
+    content = json.loads(path.read_text()) | change
+    del content["sha256"]
+    sha256 = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(content | {"sha256": sha256}))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Manifest.read(folders.path(5))
+
+
 @pytest.mark.parametrize("name", ["a.bin", "b.bin"])
 @pytest.mark.parametrize("how", ["flip", "cut", "remove"])
 def test_damage_is_named(folders: StepFolders, name: str, how: str) -> None:
@@ -68,7 +96,7 @@ def test_damage_is_named(folders: StepFolders, name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "step": 1, "state": {}, "files": {"a": 3}}']
+    "text", ["", "{", "[]", "[" * 100_000, '{"format": 1}', '{"format": 1, "step": 1, "state": {}, "files": {"a": 3}}']
 )
 def test_an_unreadable_manifest_is_an_error(folders: StepFolders, text: str) -> None:
     write(folders, 5)
@@ -120,6 +148,30 @@ def test_retention_keeps_the_newest(folders: StepFolders) -> None:
     assert folders.steps() == [5, 10, 15, 20]
     folders.retain(2)
     assert sorted(p.name for p in folders.root.iterdir()) == ["step-15", "step-20"]
+
+
+def test_what_others_put_there_is_not_deleted(folders: StepFolders, tmp_path: Path) -> None:
+    others = ("step-5-mine.partial", "step-x.removing", "step-007", "mine.replaced", "step-5.superseded")
+    for name in others:
+        (folders.root / name).mkdir(parents=True)
+    write(folders, 5)
+    folders.path(5).rename(tmp_path / "elsewhere")
+    folders.path(5).symlink_to(tmp_path / "elsewhere")
+    shutil.copytree(tmp_path / "elsewhere", folders.root / "step-010")
+    for step in (10, 15):
+        write(folders, step)
+    assert folders.steps() == [5, 10, 15]
+    folders.retain(2)
+    assert sorted(p.name for p in folders.root.iterdir()) == sorted([*others, "step-010", "step-10", "step-15"])
+    assert {p.name for p in (tmp_path / "elsewhere").iterdir()} == {"a.bin", "b.bin", MANIFEST}
+
+
+def test_a_start_sweeps_what_killed_saves_left(folders: StepFolders) -> None:
+    write(folders, 5)
+    for name in ("step-10.partial", "step-2.removing", "step-5.replaced", "step-5-export.partial"):
+        (folders.root / name).mkdir()
+    folders.recover()
+    assert [p.name for p in folders.root.iterdir()] == ["step-5"]
 
 
 def test_retention_keeps_multiples_for_good(folders: StepFolders) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ import pytest
 from tests.conftest import CHECKOUT
 from tests.launch import children_of, run_command, started, with_descendants
 from tests.runs import metrics, tiny_argv
+from torchtitan.config import ConfigError, load_config
 from torchtitan.log import logger
 from torchtitan.train import main as train_main
+from torchtitan.train import own_folders
 
 TRAIN = [sys.executable, "-m", "torchtitan.train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "torchtitan.train"]
@@ -333,6 +336,18 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
         first.wait(60)
     assert first.returncode == 75
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 1 + end(tmp_path / "run")["step"]))
+
+
+def test_two_runs_do_not_share_a_folder_of_steps(tmp_path: Path) -> None:
+    def owned(run: str, *overrides: str) -> AbstractContextManager[None]:
+        words = ["--checkpoint.enable", f"--checkpoint.folder={tmp_path / 'steps'}", *overrides]
+        return own_folders(load_config([f"--job.dump_folder={tmp_path / run}", *words]))
+
+    refused = pytest.raises(ConfigError, match=r"^checkpoint.folder: another run")
+    with owned("a"), owned("b", "--checkpoint.load_only"), refused, owned("c"):
+        pass
+    with owned("c"), owned("d", "--checkpoint.folder=."):
+        pass
 
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ class ProcessWriter(CopyingWriter):
     def close(self) -> None:
         super().close()
         self._connection.close()
+        self._process.kill()  # it has nothing left to write, and may take its time
         self._process.wait()
 
 

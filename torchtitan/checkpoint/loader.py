@@ -5,7 +5,6 @@ Nothing is saved here; see ``checkpointer.py``.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 from upath import UPath
@@ -13,7 +12,7 @@ from upath import UPath
 from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, NewerFormat, Numbers, damage
 from torchtitan.checkpoint.places import share
-from torchtitan.checkpoint.storage import StepFolders, find_step
+from torchtitan.checkpoint.storage import StepFolders, check_start, find_step, steps_since
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.checkpoint.titan import TitanStep
 from torchtitan.config.schema import Checkpoint
@@ -74,7 +73,7 @@ class Loader:
         steps = self._steps_to_try(start)
         for step in reversed(steps):
             folder = self._folders.path(step)
-            problem = self._damage(folder)
+            problem = self._damage(folder, step)
             if problem is None:
                 self._resume(step, folder, start)
                 return start
@@ -95,23 +94,12 @@ class Loader:
         steps, load_step = self._folders.steps(), self._keys.load_step
         for step in self._folders.incomplete():
             logger.warning(f"{self._folders.path(step)} is not complete (no {MANIFEST}); it is passed over")
-        if not steps and (foreign := self._folders.foreign()):
-            raise ConfigError(
-                "checkpoint.folder",
-                f"{self._folders.path(foreign[-1])} was written by another program; to start from it, name it as "
-                "checkpoint.initial_load_path and save elsewhere",
-            )
+        check_start(self._folders, load_step)
         if load_step < 0:
             return steps
-        later = [step for step in steps if step > load_step]
-        if any(_start_of(self._folders.path(step)).get("went_back_to") == load_step for step in reversed(later)):
+        if later := steps_since(self._folders, load_step):
             logger.info(f"this run has gone back to step {load_step} already and goes on from there")
             return later
-        if load_step not in steps:
-            known = ", ".join(map(str, steps)) or "none"
-            raise ConfigError(
-                "checkpoint.load_step", f"no complete step of that number in {self._folders.root}; there are: {known}"
-            )
         start.went_back_to = load_step
         return [load_step]
 
@@ -163,7 +151,7 @@ class Loader:
                     if name not in excluded:
                         raise
                     start.anew.add(name)
-                except (KeyError, TypeError, ValueError) as error:
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
                     raise CheckpointError(f"{folder / MANIFEST} holds no usable {name}: {error!r}") from error
         self._read(folder, start.anew)
         if start.anew:
@@ -172,8 +160,9 @@ class Loader:
     def _read(self, folder: UPath, without: set[str]) -> None:
         self._tensors.read(Reader(folder), model="model" not in without, optimizer="optimizer" not in without)
 
-    def _damage(self, folder: UPath) -> str | None:
-        """What is wrong with a step, agreed on by all ranks; each reads its share of the files."""
+    def _damage(self, folder: UPath, step: int | None = None) -> str | None:
+        """What is wrong with a step, of that number if one is given, agreed on by all ranks; each reads its share of
+        the files."""
 
         def look() -> str | None:
             try:
@@ -182,14 +171,8 @@ class Loader:
                 raise
             except CheckpointError as error:
                 return str(error)
+            if step not in (None, manifest.step):  # from where the run would fall back to that number again and again
+                return f"{folder} was renamed: what it holds is step {manifest.step}"
             return damage(folder, manifest, share(list(manifest.files), self._world.rank, self._world.size))
 
         return next((p for p in self._world.gather(look()) if p is not None), None)
-
-
-def _start_of(folder: UPath) -> Mapping[str, Any]:
-    try:
-        start: Mapping[str, Any] = Manifest.read(folder).state.get("start", {})
-    except CheckpointError:
-        return {}
-    return start

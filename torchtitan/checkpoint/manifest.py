@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from upath import UPath
 
-from torchtitan.checkpoint.places import FileRecord, storage_errors, write_durably
+from torchtitan.checkpoint.places import FileRecord, is_file_name, one_line, storage_errors, write_durably
+from torchtitan.errors import brief
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -57,11 +58,14 @@ class Manifest:
                 if own_sha256 != _json_sha256(raw):
                     raise CheckpointError(f"{folder / MANIFEST} was changed after it was written")
                 files = {name: FileRecord(**record) for name, record in raw["files"].items()}
+                if (problem := _problem(raw["step"], raw["state"], files)) is not None:
+                    raise ValueError(problem)
                 return Manifest(raw["step"], raw["state"], files, version)
         except FileNotFoundError:
             raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error!r}") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            said = brief(f"{type(error).__name__}: {one_line(error)}")  # of a damaged byte, all that is around it
+            raise CheckpointError(f"{folder / MANIFEST} cannot be read: {said}") from None
         raise NewerFormat(f"{folder} has format {version}, and this version reads format {FORMAT}; update torchtitan")
 
 
@@ -84,6 +88,20 @@ def damages(folder: UPath, manifest: Manifest, names: Iterable[str], *, content:
                 yield f"{path} was changed after it was written (its SHA-256 is not the manifest's)"
         except OSError as error:
             yield f"{path} cannot be read: {error.strerror or error}"
+
+
+def _problem(step: Any, state: Any, files: Mapping[str, FileRecord]) -> str | None:
+    """What a manifest says that no manifest of ours does; anybody can write one with the right hash."""
+    if type(step) is not int or step < 0:
+        return f"{brief(repr(step))} is no step"
+    if not isinstance(state, dict) or not all(isinstance(part, dict) for part in state.values()):
+        return "its state is no table of tables"
+    for name, record in files.items():
+        if not is_file_name(name):
+            return f"{brief(repr(name))} is no file of its folder"
+        if type(record.bytes) is not int or not 0 <= record.bytes < 2**63:
+            return f"{name} cannot have {brief(repr(record.bytes))} bytes"
+    return None
 
 
 def _json_sha256(content: Any) -> str:

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,25 +21,33 @@ from upath import UPath
 from torchtitan.errors import ConfigError
 
 _BLOCK = 1 << 20
+_URL_OF_ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+):/")
 
 
 def place(name: str, *, base: str | os.PathLike[str] = "", key: str) -> UPath:
     """The folder that ``name`` means: a URL as it is, else a path below ``base``; ConfigError, on ``key``, for a URL
     that nothing here can open."""
     if "://" not in name:
+        if typed := _URL_OF_ONE_SLASH.match(name):
+            raise ConfigError(key, f"looks like a URL that lost a slash; {typed[1]}:// has two, and a folder ./{name}")
         return UPath(pathlib.Path(base) / name)
     url = urlsplit(name)
     if url.scheme in ("file", "local"):
-        return UPath(url.path)
+        path = name.partition("://")[2]
+        if not path.startswith("/"):
+            raise ConfigError(key, f"names a machine; a folder of this one is {url.scheme}:///{path}")
+        return UPath(path)
     if url.username or url.password:
         raise ConfigError(key, "credentials do not belong into a URL; give them to the file system by its environment")
+    if not url.scheme:
+        raise ConfigError(key, "is no URL: it names no file system")
     try:
         found = UPath(name, use_listings_cache=False)
-        found.exists()
+        (found / "step-0").exists()  # a folder below it, for which a bucket is needed
     except ImportError as error:
         raise ConfigError(key, f"{url.scheme}:// needs a package that is not installed: {one_line(error)}") from None
     except ValueError as error:
-        raise ConfigError(key, f"no file system is known for {url.scheme}:// ({one_line(error)})") from None
+        raise ConfigError(key, f"no file system is known for it, or no such place there ({one_line(error)})") from None
     except Exception as error:  # whatever a server or a client of one says
         raise ConfigError(key, f"{name} cannot be reached: {one_line(error)}") from None
     return found
@@ -115,6 +124,9 @@ def sync_folder(path: UPath) -> None:
 def remove(folder: UPath, *, first: str) -> None:
     """Delete ``folder`` and all below it, if it is there; the file ``first`` before all others."""
     with storage_errors(folder):
+        if is_local(folder) and _here(folder).is_symlink():
+            folder.unlink()  # what it points to was put elsewhere by somebody
+            return
         (folder / first).unlink(missing_ok=True)
         if is_local(folder):
             shutil.rmtree(_here(folder), ignore_errors=True)
@@ -213,6 +225,11 @@ class RecordedFile:
 def one_line(error: BaseException) -> str:
     """What an error says, in one line; what a terminal would obey is left out."""
     return "".join(c for c in " ".join(str(error).split()) if c.isprintable()) or type(error).__name__
+
+
+def is_file_name(name: Any) -> bool:
+    """Whether ``name``, which a stranger may have written, is that of a file in a folder and of none elsewhere."""
+    return isinstance(name, str) and name.isprintable() and name not in ("", ".", "..") and not set(name) & set("/\\:")
 
 
 def share(names: Iterable[str], rank: int, ranks: int) -> list[str]:

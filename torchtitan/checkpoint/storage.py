@@ -10,18 +10,22 @@ manifest is never taken for a checkpoint.
 
 import itertools
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from upath import UPath
 
-from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
 from torchtitan.checkpoint.places import is_local, move, one_line, place, remove, storage_errors, sync_folder
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
 METADATA = ".metadata"  # PyTorch's own index of a distributed checkpoint
 BEING_WRITTEN = "being-written"  # beside the files of a step in a bucket until it is complete
-_STEP = re.compile(r"step-(\d+)")
-_FOLDER = re.compile(r"step-\d+(-export)?")
+_START = "checkpoint.initial_load_path"
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")  # as it is written: step-007 is somebody else's
+_FOLDER = re.compile(rf"{_STEP.pattern}(-export)?")
+_LEFTOVER = re.compile(rf"{_FOLDER.pattern}\.(partial|removing|replaced)")
 
 
 def step_folders(root: UPath) -> "StepFolders":
@@ -92,11 +96,13 @@ class StepFolders:
         remove(self.partial(folder), first=MANIFEST)
 
     def recover(self) -> None:
-        """Give back its name to a folder whose replacement was interrupted between two renames."""
-        for old in self._named("step-*.replaced"):
+        """Give back its name to a folder whose replacement was interrupted between two renames, and delete what killed
+        saves left behind."""
+        for old in self._leftovers():
             final = old.with_suffix("")
-            if not final.exists():
+            if old.suffix == ".replaced" and not final.exists():
                 old.rename(final)
+        self.sweep()
 
     def sweep(self) -> None:
         """Remove what killed saves and removals left behind; none may be in progress."""
@@ -134,7 +140,7 @@ class StepFolders:
         remove(doomed, first=MANIFEST)
 
     def _leftovers(self) -> list[UPath]:
-        return [f for f in self._named("step-*") if f.name.endswith((".partial", ".removing", ".replaced"))]
+        return [folder for folder in self._named("step-*") if _LEFTOVER.fullmatch(folder.name)]
 
 
 class StepsInBucket(StepFolders):
@@ -156,7 +162,8 @@ class StepsInBucket(StepFolders):
             (folder / BEING_WRITTEN).unlink(missing_ok=True)
 
     def recover(self) -> None:
-        """Nothing is ever between two names."""
+        """Delete what killed saves left behind; nothing is ever between two names."""
+        self.sweep()
 
     def _delete(self, folder: UPath) -> None:
         with storage_errors(folder):
@@ -177,7 +184,39 @@ def is_complete(folder: UPath) -> bool:
         return bool((folder / MANIFEST).is_file())
 
 
-def find_step(name: str, key: str = "checkpoint.initial_load_path") -> UPath:
+def check_start(folders: StepFolders, load_step: int = -1) -> None:
+    """ConfigError if a run cannot go on in ``folders``: from the newest step, or from ``load_step`` if it is not -1."""
+    steps = folders.steps()
+    if not steps and (foreign := folders.foreign()):
+        raise ConfigError(
+            "checkpoint.folder",
+            f"{folders.path(foreign[-1])} was written by another program; to start from it, name it as "
+            "checkpoint.initial_load_path and save elsewhere",
+        )
+    if load_step >= 0 and load_step not in steps and not steps_since(folders, load_step):
+        known = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(
+            "checkpoint.load_step", f"no complete step of that number in {folders.root}; there are: {known}"
+        )
+
+
+def steps_since(folders: StepFolders, load_step: int) -> list[int]:
+    """The complete steps of a run that has gone back to ``load_step`` already, which need not be there any more."""
+    later = [step for step in folders.steps() if step > load_step]
+    gone_back = any(start_of(folders.path(step)).get("went_back_to") == load_step for step in reversed(later))
+    return later if gone_back else []
+
+
+def start_of(folder: UPath) -> Mapping[str, Any]:
+    """What a complete step says of how its run began; nothing if that cannot be read."""
+    try:
+        start: Mapping[str, Any] = Manifest.read(folder).state.get("start", {})
+    except CheckpointError:
+        return {}
+    return start
+
+
+def find_step(name: str, key: str = _START) -> UPath:
     """The step that ``name`` means: itself, or the newest complete one below it. ConfigError, on ``key``, if none."""
     path = place(name, key=key)
     with storage_errors(path):
@@ -187,6 +226,6 @@ def find_step(name: str, key: str = "checkpoint.initial_load_path") -> UPath:
             folders = step_folders(root)
             if steps := folders.steps():
                 return folders.path(steps[-1])
-        if next(iter(path.glob("*.safetensors")), None) is not None:
+        if key == _START and next(iter(path.glob("*.safetensors")), None) is not None:
             raise ConfigError(key, "a Hugging Face model lies there; set checkpoint.initial_load_in_hf = true")
     raise ConfigError(key, "no checkpoint there: neither a step nor a folder with a complete one")

@@ -309,6 +309,21 @@ class JobConfig(Section):
             for name in ("last_save_model_only", "last_save_in_hf"):
                 if getattr(self.checkpoint, name):
                     raise ConfigError(f"checkpoint.{name}", "nothing is saved without checkpoint.enable = true")
+        if self.checkpoint.load_only:
+            saving = {"async_mode": "disabled", "enable_first_step_checkpoint": False}
+            saving |= {"last_save_model_only": False, "last_save_in_hf": False}
+            for key_of_saving, unused in saving.items():
+                if getattr(self.checkpoint, key_of_saving) != unused:
+                    raise ConfigError(
+                        f"checkpoint.{key_of_saving}", "nothing is saved with checkpoint.load_only = true"
+                    )
+        elif self.checkpoint.export_dtype != "float32" and not (
+            self.checkpoint.last_save_model_only or self.checkpoint.last_save_in_hf
+        ):
+            raise ConfigError(
+                "checkpoint.export_dtype",
+                "no weights are left alone; set checkpoint.last_save_model_only or last_save_in_hf, or leave it out",
+            )
         if self.checkpoint.initial_load_in_hf:
             if self.checkpoint.initial_load_path is None:
                 raise ConfigError("checkpoint.initial_load_in_hf", "say where in checkpoint.initial_load_path")

@@ -16,9 +16,13 @@ _KEY = "job.dump_folder"
 
 def check_folder(folder: Path, key: str = _KEY) -> None:
     """ConfigError, on ``key``, if a run could not write below ``folder``; leaves nothing there."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+    except OSError as error:  # of what cannot even be looked at
+        raise ConfigError(key, f"is no path: {error.strerror}") from None
     if not existing.is_dir():
-        raise ConfigError(key, f"{existing} is a file")
+        kind = "a link to nothing" if not existing.exists() else "a file"
+        raise ConfigError(key, f"{existing} is {kind}")
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
@@ -27,21 +31,21 @@ def check_folder(folder: Path, key: str = _KEY) -> None:
 
 
 @contextmanager
-def own_folder(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and keep other runs out of it until the block ends or this process dies; ConfigError if it cannot
-    be made or another run holds it."""
+def own_folder(folder: Path, key: str = _KEY) -> Iterator[None]:
+    """Make ``folder`` and keep other runs out of it until the block ends or this process dies; ConfigError, on ``key``,
+    if it cannot be made or another run holds it."""
     import fcntl  # not on Windows, where a command must get as far as saying so
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise ConfigError(_KEY, f"cannot be made: {error}") from None
+        raise ConfigError(key, f"cannot be made: {error}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ConfigError(_KEY, f"another run is writing to {folder}; end it, or choose another folder") from None
+        raise ConfigError(key, f"another run is writing to {folder}; end it, or choose another folder") from None
     except OSError:
         pass  # a file system without locks keeps nobody out
     try:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from upath import UPath
 
 from torchtitan.checkpoint.manifest import CheckpointError
-from torchtitan.checkpoint.places import is_local, one_line, storage_errors
+from torchtitan.checkpoint.places import is_file_name, is_local, one_line, storage_errors
 from torchtitan.checkpoint.storage import METADATA
 
 _T = TypeVar("_T")
@@ -152,7 +152,7 @@ class Index:
         for key, info in stored.items():
             if not isinstance(key, MetadataIndex) or not _is_name(key.fqn):
                 yield f"it places {key!r}"
-            elif not _is_file_name(info.relative_path):
+            elif not is_file_name(info.relative_path):
                 yield f"{key.fqn} is said to lie in {info.relative_path!r}, which is no file of its folder"
             elif not _is_count(info.offset) or not _is_count(info.length):
                 yield f"{key.fqn} is said to be {info.length!r} bytes from {info.offset!r} on"
@@ -197,10 +197,6 @@ class Index:
 
 def _is_name(name: Any) -> bool:
     return isinstance(name, str) and name.isprintable()
-
-
-def _is_file_name(name: Any) -> bool:
-    return _is_name(name) and name not in ("", ".", "..") and not set(name) & set("/\\:")
 
 
 def _is_count(number: Any) -> bool:

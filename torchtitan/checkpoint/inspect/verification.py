@@ -11,6 +11,7 @@ from torchtitan.checkpoint.inspect.inventory import Step
 from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, damages
 from torchtitan.checkpoint.places import one_line, storage_errors
 from torchtitan.checkpoint.storage import BEING_WRITTEN, METADATA
+from torchtitan.errors import brief
 
 
 @dataclass
@@ -36,7 +37,7 @@ def verify(step: Step, *, seen: Callable[[int], object] = lambda size: None) -> 
                 verdict.damage += found
                 damaged.add(name)
             seen(size)
-        verdict.notes += [f"{name} is not in the manifest" for name in _others(step)]
+        verdict.notes += [f"{brief(name)} is not in the manifest" for name in _others(step)]
     if METADATA not in damaged and (step.folder / METADATA).is_file():
         verdict.damage += _damage_of_index(step, without=damaged)
     return verdict
