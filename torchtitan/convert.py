@@ -166,7 +166,8 @@ def _from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
 
         files = write_lazily(folder, source.shapes, dtype, load)
         says = dataclasses.asdict(args)
-        toml = _model_toml(family, flavor, says, dataclasses.asdict(spec.flavors[flavor]))
+        assets = weights.folder.absolute() if (weights.folder / "tokenizer.json").is_file() else None
+        toml = _model_toml(family, flavor, says, dataclasses.asdict(spec.flavors[flavor]), assets)
         files[_CONFIG] = write_file(folder / _CONFIG, [toml.encode()])
         Manifest(0, {"model": says}, files).write(folder)
     return f"{family}, {_shown(total)} of {str(dtype).removeprefix('torch.')}"
@@ -182,7 +183,9 @@ def _as_flavor(spec: ModelSpec, args: Any) -> tuple[str, Any]:
     return "debugmodel" if "debugmodel" in spec.flavors else next(iter(spec.flavors)), args
 
 
-def _model_toml(family: str, flavor: str, args: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+def _model_toml(
+    family: str, flavor: str, args: Mapping[str, Any], usual: Mapping[str, Any], assets: Path | None
+) -> str:
     """[model] with all of ``args``; what is None both there and in the flavor's ``usual`` ones need not be said."""
 
     def lines(name: str, table: Mapping[str, Any], usual: Mapping[str, Any]) -> Iterator[str]:
@@ -195,6 +198,8 @@ def _model_toml(family: str, flavor: str, args: Mapping[str, Any], usual: Mappin
             yield from lines(f"{name}.{key_text(key)}", value, usual[key])
 
     head = f"[model]\nname = {value_text(family)}\nflavor = {value_text(flavor)}"
+    if assets is not None:
+        head += f"\nhf_assets_path = {value_text(str(assets))}"
     return "\n".join([head, *lines("model.args", args, usual), ""])
 
 

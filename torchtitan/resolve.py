@@ -35,6 +35,7 @@ from torchtitan.optim.groups import OptimizerPlan, check_plan, plan_optimizer
 from torchtitan.optim.schedules import SCHEDULES, Schedule
 from torchtitan.registry import unknown_name
 from torchtitan.resilience.folder import check_folder
+from torchtitan.state import ModelFacts
 from torchtitan.transforms import CONVERTERS, Converter
 
 
@@ -165,7 +166,9 @@ def _check_checkpoints(config: JobConfig, spec: ModelSpec, args: Any) -> None:
     if keys.initial_load_path is None or folders.steps():
         return
     if not keys.initial_load_in_hf:
-        find_step(keys.initial_load_path)
+        step = find_step(keys.initial_load_path)
+        if is_complete(step) and "model" not in keys.exclude_from_loading:
+            _check_model_of(step, args)
     elif spec.huggingface is None:
         raise ConfigError("checkpoint.initial_load_in_hf", f"model.name={config.model.name} has no twin there")
     else:
@@ -173,6 +176,14 @@ def _check_checkpoints(config: JobConfig, spec: ModelSpec, args: Any) -> None:
             check_args(WeightFolder(keys.initial_load_path), spec, args)
         except CheckpointError as error:
             raise ConfigError("checkpoint.initial_load_path", str(error)) from None
+
+
+def _check_model_of(step: UPath, args: Any) -> None:
+    """ConfigError if the weights of a step of ours are those of another model."""
+    try:
+        ModelFacts(json.loads(json.dumps(dataclasses.asdict(args)))).load_state_dict(Manifest.read(step).state["model"])
+    except (CheckpointError, KeyError):
+        return  # said when it is loaded
 
 
 def finished_step(config: JobConfig) -> int | None:

@@ -19,7 +19,9 @@ from torchtitan.checkpoint.loader import Loader, Start
 from torchtitan.checkpoint.manifest import Numbers
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.config import to_toml
+from torchtitan.data.tokenizer import tokenizer_file
 from torchtitan.distributed.world import World
+from torchtitan.log import logger
 from torchtitan.resolve import Job, checkpoint_folders
 from torchtitan.state import DataPosition, ModelFacts, OptimizerFacts, ScheduleStart, TrainState
 
@@ -61,6 +63,8 @@ def go_on(
         load_weights(folder, job.spec, job.args, weights)
 
     keys = job.config.checkpoint
+    if keys.load_only:
+        logger.info("nothing will be saved: checkpoint.load_only")
     start = Loader(
         folders,
         world,
@@ -110,10 +114,15 @@ def _take_over(job: Job, start: Start, progress: Progress) -> None:
     progress.state.tokens_seen = start.titan.tokens_seen or rows * job.config.training.seq_len
     if "dataloader" not in start.anew:
         progress.position.next_row = rows
+        logger.info(
+            f"the data go on at row {rows}: step {start.titan.step} × global batch {progress.state.global_batch_size}"
+        )
+        if job.config.data.shuffle:
+            logger.warning("data.shuffle = true: that is not the order in which TorchTitan reads; these are other rows")
 
 
 def _tokenizer_folder(job: Job) -> Path | None:
-    assets = job.config.model.hf_assets_path
-    if not assets:
+    if job.config.tokenizer.name != "hf":
+        logger.info(f"no tokenizer's files are left beside the weights: {job.config.tokenizer.name} has none")
         return None
-    return Path(assets) if Path(assets).is_dir() else Path(assets).parent
+    return tokenizer_file(job.config.model.hf_assets_path).parent

@@ -55,7 +55,7 @@ def train(config: JobConfig) -> int:
     """Run the job that ``config`` describes in the world that the launcher made; returns the exit code."""
     started = time.monotonic()
     from torchtitan.distributed.world import world_size
-    from torchtitan.resolve import finished_step, resolve_job
+    from torchtitan.resolve import checkpoint_folders, finished_step, resolve_job
 
     check_processes(world_size())
     die_when_signalled()
@@ -63,10 +63,13 @@ def train(config: JobConfig) -> int:
     folder = Path(config.job.dump_folder)
     if (step := finished_step(config)) is not None:
         logger.info(
-            f"nothing left to do: {folder} holds step {step} of {config.training.steps}; raise training.steps to go "
-            "on, or choose another job.dump_folder"
+            f"nothing left to do: {folder} holds step {step}, and training.steps={config.training.steps}; raise it to "
+            "go on, or choose another job.dump_folder (whether its files are sound was not looked at: "
+            "python -m torchtitan.checkpoint verify)"
         )
         return DONE
+    if not config.checkpoint.enable and checkpoint_folders(config).steps():
+        logger.warning(f"{folder} holds saved steps, which this run does not go on from: checkpoint.enable is false")
     # Before the process group: who may not write there must not say so there.
     with own_folders(config) if os.environ.get("RANK", "0") == "0" else nullcontext():
         return run(job, folder, started)
@@ -120,7 +123,7 @@ def run(job: Job, folder: Path, started: float) -> int:
             trainer.close()
             reason = next((reason for reason in world.gather(stop.reason) if reason), None)
             if world.rank == 0:
-                why = f" after {reason}" if reason else ""
+                why = f" after {reason}; the same command goes on" if reason else ""
                 logger.info(f"{end.reason} at step {trainer.state.step}{why}")
                 replace(end, step=trainer.state.step).write(folder)
         ignore_signals()

@@ -166,7 +166,7 @@ class Trainer:
                 clock = _Clock()
             if state.step == first_step:
                 self.world.set_timeout(config.comm.train_timeout_seconds, list(self.topology.groups()))
-            if self.checkpointer is not None:
+            if self.checkpointer is not None and state.step < self.steps:
                 self.checkpointer.save(state.step)
             collection.step(state.step)
         collection.close()

@@ -67,7 +67,6 @@ class Loader:
         keys = self._keys
         if self._world.rank == 0 and not keys.load_only:
             self._folders.recover()
-            self._folders.sweep()
         self._world.barrier()
         start = Start()
         steps = self._steps_to_try(start)
@@ -78,7 +77,7 @@ class Loader:
                 self._resume(step, folder, start)
                 return start
             if step == keys.load_step:
-                raise CheckpointError(problem)
+                raise CheckpointError(f"{problem}; take another checkpoint.load_step, or -1 for the newest good one")
             logger.warning(f"{problem}; trying the step before it")
         if steps:
             raise CheckpointError(f"every step in {self._folders.root} is damaged; move the folder away to start anew")

@@ -217,14 +217,15 @@ def start_of(folder: UPath) -> Mapping[str, Any]:
 
 
 def find_step(name: str, key: str = _START) -> UPath:
-    """The step that ``name`` means: itself, or the newest complete one below it. ConfigError, on ``key``, if none."""
+    """The step that ``name`` means: itself, or the newest one below it that is complete or another
+    program's. ConfigError, on ``key``, if none."""
     path = place(name, key=key)
     with storage_errors(path):
         if (path / METADATA).is_file():
             return path
         for root in (path, path / "checkpoint"):
             folders = step_folders(root)
-            if steps := folders.steps():
+            if steps := folders.steps() or folders.foreign():
                 return folders.path(steps[-1])
         if key == _START and next(iter(path.glob("*.safetensors")), None) is not None:
             raise ConfigError(key, "a Hugging Face model lies there; set checkpoint.initial_load_in_hf = true")

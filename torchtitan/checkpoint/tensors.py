@@ -47,10 +47,11 @@ class Tensors:
         self.equalize_twins()
 
     def hyperparameters(self) -> dict[str, dict[str, Any]]:
-        """What the optimizer's groups say of each parameter, by torch's names, but for the rate."""
+        """What the optimizer's groups say of each parameter, by torch's names; the rate before any schedule."""
         weights = {id(parameter): name for name, parameter in self.weights.items()}
+        names = ("betas", "eps", "weight_decay")
         return {
-            weights[id(parameter)]: {key: group[key] for key in ("betas", "eps", "weight_decay") if key in group}
+            weights[id(parameter)]: {key: group[key] for key in names if key in group} | {"initial_lr": group["lr"]}
             for group in self._optimizer.param_groups
             for parameter in group["params"]
             if id(parameter) in weights

@@ -116,7 +116,7 @@ def build_hf_tokenizer(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     import tokenizers
 
-    file = _tokenizer_file(path)
+    file = tokenizer_file(path)
     content = _read(file)
     try:
         rust = tokenizers.Tokenizer.from_buffer(content)
@@ -136,7 +136,8 @@ def build_hf_tokenizer(
     )
 
 
-def _tokenizer_file(path: str) -> Path:
+def tokenizer_file(path: str) -> Path:
+    """The file that ``model.hf_assets_path`` means; ConfigError if there is none."""
     if path == "":
         return Path(str(importlib.resources.files("torchtitan"))) / "assets/debug_tokenizer/tokenizer.json"
     given = Path(path).expanduser()

@@ -30,6 +30,8 @@ def overview(steps: Sequence[Step]) -> Iterator[str]:
     head = ("", "step", "size", "files", "tensors", "parameters", "dtype", "written", "state")
     rows = [head, *(_row(step, marked=step is best) for step in steps)]
     yield from _aligned(rows, right={1, 2, 3, 4, 5})
+    if best is not None:
+        yield "* is where a start goes on, if its files are what their hashes say (verify)"
 
 
 def _row(step: Step, *, marked: bool) -> tuple[str, ...]:
