@@ -1,30 +1,33 @@
-"""Saves on disks that are full or read-only, and kills at everything a save does: what is left and what goes on.
+"""Storages that are full, read-only or slow, and files that rot: what that costs, what is said, what goes on.
 
-Each thing that a save does to its files fails in turn, which ``disk.py`` sees to; the run is the least there is.
+Each thing that a save does to its files fails in turn, which ``disk.py`` sees to; kills are in ``scenes.py``.
 """
 
+import itertools
 import logging
 import math
-import re
+import os
 import shutil
-import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 from upath import UPath
 
-from tests.checkpoint.disk import ALL, Disk, Fault, Killed, Some, dead, full, killed, nothing, read_only, watched
-from tests.checkpoint.runs import Run, content_is_right, said
-from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, damage
+from tests.checkpoint.disk import ALL, Disk, Fault, Some, full, nothing, read_only, watched
+from tests.checkpoint.runs import Run, content_is_right, said, storage_that
+from tests.runs import run_job
+from torchtitan.checkpoint import checkpointer
+from torchtitan.checkpoint.manifest import CheckpointError, Manifest, damage
 from torchtitan.checkpoint.storage import StepFolders
 from torchtitan.distributed.world import World
 
 SMALL = (30, 20)
-_KEPT = 2
+KEPT = 2
 _FAULTS: dict[str, Callable[[int, float], Fault]] = {"full": full, "read-only": read_only}
 
 
@@ -71,7 +74,7 @@ def failing_storage(
 
     def attempt(name: str, fault: Fault) -> Disk:
         folder = root / name
-        run = Run(folder, world, shape=SMALL, async_mode=mode, keep_latest_k=_KEPT)
+        run = Run(folder, world, shape=SMALL, async_mode=mode, keep_latest_k=KEPT)
         with watched(Disk(folder)):
             for _ in range(2):
                 run.step()
@@ -110,65 +113,108 @@ def failing_storage(
     count = attempt("undisturbed", nothing).operations
     report.operations = world.gather(count)[faulty]
     for number in tried.of(report.operations):
-        attempt(_title(number, report.operations), make(number, number if once else math.inf))
+        attempt(title(number, report.operations), make(number, number if once else math.inf))
         report.tried += 1
     return report
 
 
-def _title(number: int, operations: list[str]) -> str:
+def title(number: int, operations: list[str]) -> str:
     return f"{number} ({operations[number - 1].replace('/', ' ')})"
 
 
-# A process that is killed
+def a_slow_storage(world: World, folder: Path, mode: str = "async") -> tuple[float, list[str], list[int]]:
+    """The second rank's disk takes two seconds a file: how long ten steps take, what is said, what is saved."""
+    run = Run(folder, world, async_mode=mode)
+
+    def sleep(name: str) -> None:
+        if world.rank == 1:
+            time.sleep(2)
+
+    with storage_that(sleep), said() as lines:
+        begin = time.monotonic()
+        for _ in range(10):
+            run.step()
+        seconds = time.monotonic() - begin
+        run.step(last=True)
+    return seconds, lines, run.folders.steps()
 
 
-@dataclass(frozen=True)
-class Scene:
-    """What lies there before, how the run is told to go on, and up to which step; the ``oldest`` step from which it may
-    go on. A ``fresh`` one does not look what lies there, but for the starts after a kill."""
-
-    name: str
-    prepare: Callable[[Path, World], None]
-    last: int
-    oldest: int
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    fresh: bool = False
-
-
-def _saved(count: int, root: Path, world: World) -> None:
-    root.mkdir(parents=True)
-    run = Run(root, world, shape=SMALL, keep_latest_k=0)
-    for _ in range(count):
-        run.step()
-
-
-def _damaged(root: Path, world: World) -> None:
-    _saved(3, root, world)
-    flip(root / "step-3" / "__0_0.distcp", 0.5)
-
-
-def _foreign(root: Path, world: World) -> None:
-    _saved(3, root, world)
-    (root / "step-3" / MANIFEST).unlink()
-
-
-def _left_over(root: Path, world: World) -> None:
-    _saved(4, root, world)
-    (root / "step-4").rename(root / "step-4.partial")
-    (root / "step-4.partial" / MANIFEST).unlink()
-    (root / "step-1").rename(root / "step-1.removing")
-    (root / "step-3").rename(root / "step-3.replaced")
+def a_small_disk(world: World, root: Path, mode: str) -> Report:
+    """A true disk, ``root``, on which in turn each number of pages is left, from none to enough, for the third save of
+    four; the check that comes before a save is told nothing of it."""
+    report, page = Report(), 4096
+    while not report.tried or report.told == report.tried:
+        folder, filler = root / "run", root / "filler"
+        with mock.patch.object(checkpointer, "free_bytes", lambda folder: None), said() as lines:
+            run = Run(folder, world, shape=SMALL, async_mode=mode, keep_latest_k=KEPT)
+            for _ in range(2):
+                run.step()
+                run.checkpointer.finish()
+            with suppress(OSError), filler.open("wb", buffering=0) as file:
+                while file.write(bytes(page)):
+                    pass
+            os.truncate(filler, filler.stat().st_size - report.tried * page)
+            run.step()
+            run.checkpointer.finish()
+            told, is_there = any("step 3 could not be saved" in line for line in lines), 3 in run.folders.steps()
+            wrong = wrong_in(folder, 3 if is_there else 2, sweep=False)
+            wrong += [] if told != is_there else [f"step 3 is {'' if is_there else 'not '}there, and said was {lines}"]
+            filler.unlink()
+            run.step()
+            run.checkpointer.finish()
+            run.close()
+        report.wrong += [f"{report.tried} pages: {text}" for text in (*wrong, *wrong_in(folder, 4))]
+        report.tried += 1
+        report.told += told
+        shutil.rmtree(folder)
+    return report
 
 
-SCENES = (
-    Scene("first saves, older ones removed", partial(_saved, 0), last=4, oldest=0),
-    Scene("a damaged step is passed over", _damaged, last=4, oldest=2),
-    Scene("steps are replaced", partial(_saved, 3), last=3, oldest=2, keys={"keep_latest_k": 0}, fresh=True),
-    Scene("another program's step makes room", _foreign, last=4, oldest=2),
-    Scene("leftovers of three kills", _left_over, last=4, oldest=3),
-    Scene("going back", partial(_saved, 4), last=3, oldest=1, keys={"load_step": 1}),
-    Scene("weights alone at the end", partial(_saved, 2), last=3, oldest=2, keys={"last_save_model_only": True}),
-)
+def a_disk_that_becomes_read_only(world: World, root: Path, mode: str, disk: Path) -> Report:
+    """A true ``disk``, which holds ``root``, is read-only while three saves of six are due, and while the last one is."""
+    report = Report()
+    run = Run(root, world, shape=SMALL, async_mode=mode, keep_latest_k=KEPT)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            run.step()
+            run.checkpointer.finish()
+
+    with said() as lines:
+        steps(2)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        steps(3)
+        report.wrong += wrong_in(root, 2, sweep=False)
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        steps(1)
+        report.wrong += wrong_in(root, 6)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        try:
+            run.step(last=True)
+            report.wrong.append("the last save failed and nothing was said")
+        except CheckpointError:
+            report.told += 1
+        report.wrong += wrong_in(root, 6)
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    report.tried, report.told = 4, report.told + sum("could not be saved" in line for line in lines)
+    report.wrong += [] if report.told == 4 else [f"four saves failed, said was {lines}"]
+    return report
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path | None]:
+    """A true disk of 32 MiB at ``folder``; None where this user may not mount one."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(folder)], capture_output=True).returncode:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+# Files that rot
 
 
 def flip(path: Path, where: float) -> None:
@@ -178,83 +224,34 @@ def flip(path: Path, where: float) -> None:
     path.write_bytes(content)
 
 
-def go(root: Path, world: World, mode: str, scene: Scene, *, resume: bool = True) -> int:
-    """Start in ``root`` and run to the end; returns the step it went on from."""
-    keys = {"async_mode": mode, "keep_latest_k": _KEPT, **scene.keys}
-    run = Run(root, world, shape=SMALL, resume=resume, **keys)
-    began = run.state.step
-    while run.state.step < scene.last:
-        run.step(last=run.state.step == scene.last - 1)
-        run.checkpointer.finish()
-    run.checkpointer.export(scene.last)
-    run.close()
-    return began
-
-
-def kills_everywhere(world: World, work: Path, mode: str, scene: Scene, tried: Some = ALL) -> Report:
-    """One process after the other dies at each thing that is done to the files, and the next one goes on."""
-    report, before = Report(), work / "before"
-    with watched(Disk(before)):
-        scene.prepare(before, world)
-
-    def start(name: str, fault: Fault) -> list[str]:
-        root = work / name
-        shutil.copytree(before, root)
-        with watched(Disk(root, fault)) as disk, said(logging.INFO) as lines:
-            with suppress(Killed, CheckpointError):
-                go(root, world, mode, scene, resume=not scene.fresh)
-            for thread in threading.enumerate():
-                if thread.name == "checkpoint":
-                    thread.join()
-        report.wrong += [f"{name}: {text}" for text in resumed(root, world, mode, scene, lines)]
-        shutil.rmtree(root)
-        return disk.operations
-
-    report.operations = start("undisturbed", nothing)
-    for number in tried.of(report.operations):
-        start(_title(number, report.operations), dead(number))
+def flipped(world: World, work: Path, argv: Sequence[str], where: Sequence[float]) -> Report:
+    """A run of the trainer in ``work / "run"`` is saved; then one bit of each file of its newest step is changed in
+    turn, at parts of the file: the step before is taken, and who asks for the step by its number is told the file."""
+    report, root, rank = Report(), work / "run" / "checkpoint", world.rank
+    run_job(world, argv)
+    newest, before = (StepFolders(UPath(root)).steps()[n] for n in (-1, -2))
+    names = sorted(f.name for f in (root / f"step-{newest}").iterdir())
+    for name, part in itertools.product(names, where):
+        world.barrier()
+        copied = work / f"{name}-{part}"
+        if rank == 0:
+            shutil.copytree(root, copied)
+            flip(copied / f"step-{newest}" / name, part)
+        world.barrier()
+        folder = [*argv, f"--checkpoint.folder={copied}", "--checkpoint.load_only"]
+        folder += [f"--job.dump_folder={work / 'after' / copied.name}"]
+        with said(logging.INFO) as lines:
+            run_job(world, folder)
+        if not any(f"going on after step {before} " in line for line in lines):
+            report.wrong.append(f"{copied.name}: step {before} was not taken: {lines}")
+        if not any(name in line and "trying the step before" in line for line in lines):
+            report.wrong.append(f"{copied.name}: was not named")
+        try:
+            run_job(world, [*folder, f"--checkpoint.load_step={newest}"])
+            report.wrong.append(f"{copied.name}: was taken when asked for")
+        except CheckpointError as error:
+            if name not in str(error):
+                report.wrong.append(f"{copied.name}: {error}")
+        report.operations.append(name)
         report.tried += 1
     return report
-
-
-def resumed(root: Path, world: World, mode: str, scene: Scene, lines: list[str]) -> list[str]:
-    """Start again after a kill; what is wrong with where that began and how it ended. ``lines`` is what was said."""
-    saved = [int(match[1]) for line in lines if (match := re.match(r"saved step (\d+) in", line))]
-    with watched(Disk(root)):
-        began = go(root, world, mode, scene)
-    wrong = wrong_in(root, scene.last)
-    if began < max([scene.oldest, *saved]):
-        wrong.append(f"went on from step {began}; step {max([scene.oldest, *saved])} was saved")
-    if scene.fresh and began < scene.last:
-        wrong.append(f"went on from step {began}; step {scene.last} had been there before")
-    if scene.keys.get("last_save_model_only"):
-        export = UPath(root / f"step-{scene.last}-export")
-        try:
-            manifest = Manifest.read(export)
-            problem = damage(export, manifest, manifest.files)
-        except CheckpointError as error:
-            problem = str(error)
-        wrong += [problem] if problem else []
-    return wrong
-
-
-def dies(world: World, work: Path, mode: str, scene: Scene, number: int) -> None:
-    """A true SIGKILL at the operation of this number, in a copy of what lies ``before`` in ``work``."""
-    root = work / str(number)
-    shutil.copytree(work / "before", root)
-    with watched(Disk(root, killed(number))):
-        go(root, world, mode, scene, resume=not scene.fresh)
-
-
-def prepared(world: World, work: Path, mode: str, scene: Scene) -> list[str]:
-    """Make ``before``; returns what an undisturbed run does to the files."""
-    scene.prepare(work / "before", world)
-    shutil.copytree(work / "before", work / "0")
-    with watched(Disk(work / "0")) as disk:
-        go(work / "0", world, mode, scene, resume=not scene.fresh)
-    return disk.operations
-
-
-def resume_all(world: World, work: Path, mode: str, scene: Scene, numbers: list[int]) -> list[str]:
-    """Go on in each of the copies in which a process was killed; what is wrong."""
-    return [f"{n}: {text}" for n in numbers for text in resumed(work / str(n), world, mode, scene, [])]

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.checkpoint.faults import a_slow_storage
 from tests.checkpoint.runs import Run, said, storage_that
 from tests.launch import children_of, run_ranks
 from torchtitan.checkpoint import background, checkpointer
@@ -34,23 +35,6 @@ def what_changes_after_save_returns_stays_out(world: World, folder: Path, mode: 
 def test_what_changes_after_save_returns_stays_out(tmp_path: Path, mode: str) -> None:
     for found in run_ranks(what_changes_after_save_returns_stays_out, 2, tmp_path, mode):
         assert found == [(1, 1.0), (2, 2.0), (3, 3.0)]
-
-
-def a_slow_storage(world: World, folder: Path) -> tuple[float, list[str], list[int]]:
-    """The second rank's disk takes two seconds a file: how long ten steps take, what is said, what is saved."""
-    run = Run(folder, world, async_mode="async")
-
-    def sleep(name: str) -> None:
-        if world.rank == 1:
-            time.sleep(2)
-
-    with storage_that(sleep), said() as lines:
-        begin = time.monotonic()
-        for _ in range(10):
-            run.step()
-        seconds = time.monotonic() - begin
-        run.step(last=True)
-    return seconds, lines, run.folders.steps()
 
 
 def test_a_slow_storage_holds_nobody_up(tmp_path: Path) -> None:

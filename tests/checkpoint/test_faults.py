@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 
 from tests.checkpoint.disk import NAMES, Some
-from tests.checkpoint.faults import SCENES, SMALL, Scene, failing_storage, kills_everywhere
+from tests.checkpoint.faults import SMALL, failing_storage
 from tests.checkpoint.runs import Run, said
+from tests.checkpoint.scenes import SCENES, Scene, kills_everywhere
 from tests.launch import run_ranks
 from torchtitan.checkpoint import checkpointer
 from torchtitan.distributed.world import World
