@@ -158,9 +158,8 @@ def beside(folder: Path, options: argparse.Namespace) -> int:
     size = Size(dim=128, layers=2, vocabulary=4000, interval=4, threads=1) if options.small else Size()
     wrong = 0
     print(f"{size.repetitions} times {size.interval} steps with a save and without, {size.threads} threads; medians")
-    print(
-        f"{'mode':22s} {'million':>7s} {'MB':>5s} {'step':>7s} {'ratio':>6s} {'stall':>7s} {'longest':>7s} {'write':>7s}"
-    )
+    columns = [f"{name:>7s}" for name in ("million", "MB", "step", "ratio", "stall", "longest", "write")]
+    print(f"{'mode':22s} {' '.join(columns)}")
     for mode in MODES:
         (measured,) = run_ranks(cost, 1, folder, mode, size, timeout=3600)
         shutil.rmtree(folder / mode)
