@@ -136,6 +136,7 @@ def test_a_plan_lays_tensors_apart() -> None:
     from torchtitan.checkpoint.dcp.writer import local_plan
 
     state = {"a": torch.arange(5, dtype=torch.bfloat16), "b": torch.tensor(2.0), "c": torch.arange(6).view(2, 3)}
+    state |= {"d": torch.empty(0, 3), "e": torch.empty(2, 0)}
     plan, resolve = local_plan(state)
     memory = os.memfd_create("test")
     layout = background.Layout.of(plan)

@@ -216,11 +216,15 @@ class Layout:
     def tensors(self, memory: int) -> dict[MetadataIndex, Tensor]:
         """The tensors, in the memory that the file descriptor stands for."""
         buffer = mmap.mmap(memory, self.size)
-        return {
+
+        def tensor(shape: torch.Size, dtype: torch.dtype, offset: int) -> Tensor:
+            if not shape.numel():  # of a rank that has nothing of it; torch takes no such buffer
+                return torch.empty(shape, dtype=dtype)
             # Each with a storage of its own: of a view, all that lies around it would be written as well.
-            item.index: torch.frombuffer(buffer, dtype=_dtype(item), count=_shape(item).numel(), offset=offset).view(
-                _shape(item)
-            )
+            return torch.frombuffer(buffer, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
+
+        return {
+            item.index: tensor(_shape(item), _dtype(item), offset)
             for item, offset in zip(self.items, self.offsets, strict=True)
         }
 
