@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -158,8 +159,7 @@ def beside(folder: Path, options: argparse.Namespace) -> int:
     size = Size(dim=128, layers=2, vocabulary=4000, interval=4, threads=1) if options.small else Size()
     wrong = 0
     print(f"{size.repetitions} times {size.interval} steps with a save and without, {size.threads} threads; medians")
-    columns = [f"{name:>7s}" for name in ("million", "MB", "step", "ratio", "stall", "longest", "write")]
-    print(f"{'mode':22s} {' '.join(columns)}")
+    print(f"{'mode':22s} million    MB    step  ratio   stall longest   write")
     for mode in MODES:
         (measured,) = run_ranks(cost, 1, folder, mode, size, timeout=3600)
         shutil.rmtree(folder / mode)
@@ -188,6 +188,14 @@ def beside(folder: Path, options: argparse.Namespace) -> int:
 PARTS = {part.__name__: part for part in (pairs, kills, disks, rot, deaths, beside)}
 
 
+def start_ranks_quietly() -> None:
+    """What ranks say on standard error is not shown: what matters of it comes back as their results and errors."""
+    shown, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    ensure_running()
+    os.dup2(shown, 2)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PARTS", help=f"of {', '.join(PARTS)}; default: all")
@@ -200,13 +208,14 @@ def main() -> int:
         parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     wrong = 0
     with tempfile.TemporaryDirectory() as work:
-        os.environ["XDG_CACHE_HOME"] = work  # also of the processes that outlive a part
+        os.environ["XDG_CACHE_HOME"] = work
+        start_ranks_quietly()
         for name in options.parts or PARTS:
             start, folder = time.perf_counter(), Path(work) / name
             folder.mkdir()
             found = PARTS[name](folder, options)
             shutil.rmtree(folder)
-            print(f"{name}: {found} wrong, {time.perf_counter() - start:.0f} s\n", flush=True)
+            print(f"{name}: {int(found)} wrong, {time.perf_counter() - start:.0f} s\n", flush=True)
             wrong += found
     return 1 if wrong else 0
 

@@ -184,7 +184,7 @@ def _as_flavor(spec: ModelSpec, args: Any) -> tuple[str, Any]:
 
 
 def _model_toml(
-    family: str, flavor: str, args: Mapping[str, Any], usual: Mapping[str, Any], assets: Path | None
+    family: str, flavor: str, args: Mapping[str, Any], usual: Mapping[str, Any], assets: Path | None = None
 ) -> str:
     """[model] with all of ``args``; what is None both there and in the flavor's ``usual`` ones need not be said."""
 

@@ -171,7 +171,7 @@ def a_small_disk(world: World, root: Path, mode: str) -> Report:
 
 
 def a_disk_that_becomes_read_only(world: World, root: Path, mode: str, disk: Path) -> Report:
-    """A true ``disk``, which holds ``root``, is read-only while three of six saves are due, and at the last one."""
+    """A true ``disk``, which holds ``root``, is read-only while three saves of six are due, and when the last is."""
     report = Report()
     run = Run(root, world, shape=SMALL, async_mode=mode, keep_latest_k=KEPT)
 

@@ -15,7 +15,10 @@ from tests.launch import RanksFailed, run_ranks
 from tests.runs import Outcome, run_job, run_jobs, tiny_argv
 from torchtitan.checkpoint.manifest import FORMAT, Manifest
 from torchtitan.checkpoint.places import RecordedFile
+from torchtitan.config import load_config
 from torchtitan.distributed.world import World
+from torchtitan.errors import ConfigError
+from torchtitan.resolve import resolve_job
 
 SAVES = ["--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=20"]
 
@@ -201,6 +204,12 @@ def test_weights_of_another_model_are_refused(
     six: tuple[Path, Outcome], tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     start = f"--checkpoint.initial_load_path={six[0] / 'run'}"
+    with pytest.raises(ConfigError, match=r"when the checkpoint was saved") as refused:  # by its manifest, at once
+        resolve_job(load_config(tiny_argv(tmp_path, *SAVES, start, *overrides)), 1)
+    assert f"--{refused.value.key}=" == overrides[0].partition("=")[0] + "="
+    shutil.copytree(six[0] / "run" / "checkpoint" / "step-6", tmp_path / "bare")
+    (tmp_path / "bare" / "manifest.json").unlink()  # and by its tensors, where there is none
+    start = f"--checkpoint.initial_load_path={tmp_path / 'bare'}"
     with pytest.raises(RanksFailed, match=message):
         run_ranks(run_job, 1, tiny_argv(tmp_path, *SAVES, start, *overrides))
 

@@ -84,7 +84,7 @@ def test_steps_are_listed(show: Show, run: Path) -> None:
     for path in (run, run / "checkpoint"):
         code, out, _ = show("list", path)
         lines = [line.split() for line in out.splitlines()]
-        assert code == 0 and len(lines) == 3
+        assert code == 0 and len(lines) == 4 and out.splitlines()[-1].startswith("* is where a start goes on")
         assert lines[1][0] == "5" and lines[2][:2] == ["*", "10"] and lines[2][-1] == "complete"
         assert "7" in lines[2] and "21" in lines[2] and "float32" in lines[2]
     code, steps = as_json(show, "list", run)

@@ -89,7 +89,7 @@ class StepFolders:
             folder.rename(old)
         self.partial(folder).rename(folder)
         sync_folder(self.root)
-        self.sweep()  # which costs nobody a step that has its name
+        _sweep(old)  # what has its name is saved, whatever becomes of the old one
 
     def discard(self, folder: UPath) -> None:
         """Forget a folder that could not be written."""
@@ -107,11 +107,7 @@ class StepFolders:
     def sweep(self) -> None:
         """Remove what killed saves and removals left behind; none may be in progress."""
         for leftover in self._leftovers():
-            try:
-                remove(leftover, first=MANIFEST)
-                logger.info(f"removed {leftover}, which nobody needs any more")
-            except OSError as error:
-                logger.warning(f"{leftover} is not needed any more, but cannot be removed: {one_line(error)}")
+            _sweep(leftover)
 
     # Those that are no longer wanted
 
@@ -176,6 +172,16 @@ class StepsInBucket(StepFolders):
             for folder in self._named("step-*")
             if _FOLDER.fullmatch(folder.name) and not is_complete(folder) and (folder / BEING_WRITTEN).exists()
         ]
+
+
+def _sweep(folder: UPath) -> None:
+    if not folder.exists():
+        return
+    try:
+        remove(folder, first=MANIFEST)
+        logger.info(f"removed {folder}, which nobody needs any more")
+    except OSError as error:
+        logger.warning(f"{folder} is not needed any more, but cannot be removed: {one_line(error)}")
 
 
 def is_complete(folder: UPath) -> bool:
