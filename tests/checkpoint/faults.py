@@ -122,9 +122,9 @@ def title(number: int, operations: list[str]) -> str:
     return f"{number} ({operations[number - 1].replace('/', ' ')})"
 
 
-def a_slow_storage(world: World, folder: Path, mode: str = "async") -> tuple[float, list[str], list[int]]:
+def a_slow_storage(world: World, folder: Path) -> tuple[float, list[str], list[int]]:
     """The second rank's disk takes two seconds a file: how long ten steps take, what is said, what is saved."""
-    run = Run(folder, world, async_mode=mode)
+    run = Run(folder, world, async_mode="async")
 
     def sleep(name: str) -> None:
         if world.rank == 1:
