@@ -84,12 +84,14 @@ class StepFolders:
         old = folder.with_name(folder.name + ".replaced")
         if folder.exists() and not is_complete(folder):
             self._set_aside(folder)  # not ours to delete
-        if folder.exists():
+        replaces = folder.exists()
+        if replaces:
             remove(old, first=MANIFEST)
             folder.rename(old)
         self.partial(folder).rename(folder)
         sync_folder(self.root)
-        _sweep(old)  # what has its name is saved, whatever becomes of the old one
+        if replaces:
+            _sweep(old)  # what has its name is saved, whatever becomes of the old one
 
     def discard(self, folder: UPath) -> None:
         """Forget a folder that could not be written."""
