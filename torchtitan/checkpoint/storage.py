@@ -85,7 +85,7 @@ class StepFolders:
             folder.rename(old)
         self.partial(folder).rename(folder)
         sync_folder(self.root)
-        self.sweep()  # which costs nobody a step that has its name
+        _remove_if_possible(old)  # the new one has its name, whatever becomes of this one
 
     def discard(self, folder: UPath) -> None:
         """Forget a folder that could not be written."""
@@ -101,11 +101,8 @@ class StepFolders:
     def sweep(self) -> None:
         """Remove what killed saves and removals left behind; none may be in progress."""
         for leftover in self._leftovers():
-            try:
-                remove(leftover, first=MANIFEST)
-                logger.info(f"removed {leftover}, which nobody needs any more")
-            except OSError as error:
-                logger.warning(f"{leftover} is not needed any more, but cannot be removed: {one_line(error)}")
+            logger.info(f"removing {leftover}, which an interrupted save left behind")
+            _remove_if_possible(leftover)
 
     # Those that are no longer wanted
 
@@ -169,6 +166,13 @@ class StepsInBucket(StepFolders):
             for folder in self._named("step-*")
             if _FOLDER.fullmatch(folder.name) and not is_complete(folder) and (folder / BEING_WRITTEN).exists()
         ]
+
+
+def _remove_if_possible(folder: UPath) -> None:
+    try:
+        remove(folder, first=MANIFEST)
+    except OSError as error:
+        logger.warning(f"{folder} is not needed any more, but cannot be removed: {one_line(error)}")
 
 
 def is_complete(folder: UPath) -> bool:
