@@ -1,6 +1,6 @@
-"""The one error that a person can mend by changing the configuration.
+"""The errors that a person can mend: by changing the configuration, or by looking after a checkpoint.
 
-How it is printed is in ``config/load.py``; bugs and broken machines raise other errors.
+How they are printed is in ``config/load.py`` and ``train.py``; bugs and broken machines raise other errors.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ def divisors(*numbers: int) -> str:
     common = math.gcd(*numbers)
     found = (d for d in range(1, min(common, 1 << 16) + 1) if common % d == 0)
     return ", ".join(str(d) for d in itertools.islice(found, 24))
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used, or could not be written: which, why, and what to do."""
 
 
 def brief(text: str) -> str:

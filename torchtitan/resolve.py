@@ -18,7 +18,7 @@ from upath import UPath
 
 from torchtitan.checkpoint.huggingface.files import WeightFolder
 from torchtitan.checkpoint.huggingface.load import check_args
-from torchtitan.checkpoint.manifest import CheckpointError, Manifest, damage
+from torchtitan.checkpoint.manifest import Manifest, damage
 from torchtitan.checkpoint.places import check_remote, is_local, place
 from torchtitan.checkpoint.storage import StepFolders, check_start, find_step, is_complete, step_folders
 from torchtitan.config import JobConfig
@@ -26,7 +26,7 @@ from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
 from torchtitan.distributed.convert import convert_model
 from torchtitan.distributed.spread import Spread, micro_batches, plan_spread
-from torchtitan.errors import ConfigError
+from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.loss.losses import LOSSES, Loss
 from torchtitan.models.init import find_rule
 from torchtitan.models.spec import MODELS, ModelSpec, roles_of

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan import __version__
-from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.config import ConfigError, JobConfig, describe_error, help_text, load_config, to_toml
+from torchtitan.errors import CheckpointError
 from torchtitan.log import init_logger, logger
 from torchtitan.platforms import check_platform, check_processes
 from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, LAUNCHER, STOPPED, End

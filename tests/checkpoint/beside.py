@@ -92,7 +92,7 @@ def cost(world: World, folder: Path, mode: str, size: Size) -> Cost:
     torch.set_num_threads(size.threads)
     every, times = 2 * size.interval, size.repetitions
     config = load_config(
-        [*size.argv(folder, mode), f"--checkpoint.interval={every}", f"--training.steps={every * (times + 1)}"]
+        [*size.argv(folder, mode), f"--checkpoint.interval={every}", f"--training.steps={every * (times + 1) + 1}"]
     )
     Path(config.job.dump_folder).mkdir()
     trainer = Trainer(resolve_job(config, world.size), world)

@@ -22,9 +22,10 @@ from tests.checkpoint.disk import ALL, Disk, Fault, Some, full, nothing, read_on
 from tests.checkpoint.runs import Run, content_is_right, said, storage_that
 from tests.runs import run_job
 from torchtitan.checkpoint import checkpointer
-from torchtitan.checkpoint.manifest import CheckpointError, Manifest, damage
+from torchtitan.checkpoint.manifest import Manifest, damage
 from torchtitan.checkpoint.storage import StepFolders
 from torchtitan.distributed.world import World
+from torchtitan.errors import CheckpointError
 
 SMALL = (30, 20)
 KEPT = 2

@@ -19,8 +19,9 @@ from upath import UPath
 from tests.checkpoint.disk import ALL, Disk, Fault, Killed, Some, dead, killed, nothing, watched
 from tests.checkpoint.faults import KEPT, SMALL, Report, flip, title, wrong_in
 from tests.checkpoint.runs import Run, said
-from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, damage
+from torchtitan.checkpoint.manifest import MANIFEST, Manifest, damage
 from torchtitan.distributed.world import World
+from torchtitan.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from tests.checkpoint.runs import Run, said, storage_that
 from tests.launch import children_of, run_ranks
 from torchtitan.checkpoint import background, checkpointer
 from torchtitan.checkpoint.dcp.reader import Reader
-from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.distributed.world import World
+from torchtitan.errors import CheckpointError
 
 MODES = ["async", "async_with_pinned_mem"]
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from upath import UPath
 
 from torchtitan.checkpoint.dcp.reader import Reader
-from torchtitan.checkpoint.manifest import CheckpointError
+from torchtitan.errors import CheckpointError
 
 WEIGHT = torch.arange(12, dtype=torch.float32).reshape(3, 4)
 CALLS = [

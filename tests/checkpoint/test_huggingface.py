@@ -15,17 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.weights import FAMILIES, random_weights, same, tiny, write_folder
 from tests.launch import run_ranks
-from torchtitan.checkpoint import huggingface
+from torchtitan.checkpoint.huggingface import load as huggingface
 from torchtitan.checkpoint.huggingface.files import WeightFolder
 from torchtitan.checkpoint.huggingface.load import load_weights
-from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.config.schema import Parallelism
 from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.parallelize import parallelize
 from torchtitan.distributed.spread import plan_spread
 from torchtitan.distributed.topology import build_topology
 from torchtitan.distributed.world import World
-from torchtitan.errors import ConfigError
+from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.loss.losses import LOSSES
 
 

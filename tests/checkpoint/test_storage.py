@@ -10,9 +10,10 @@ import pytest
 from upath import UPath
 
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.manifest import FORMAT, MANIFEST, CheckpointError, Manifest, damage
+from torchtitan.checkpoint.manifest import FORMAT, MANIFEST, Manifest, damage
 from torchtitan.checkpoint.places import FileRecord, share
 from torchtitan.checkpoint.storage import StepFolders
+from torchtitan.errors import CheckpointError
 
 
 def write(folders: StepFolders, step: int, content: bytes = b"weights") -> None:

@@ -11,9 +11,8 @@ import torch.distributed.checkpoint as dcp
 from upath import UPath
 
 from torchtitan.checkpoint.dcp.reader import Reader
-from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.checkpoint.titan import TitanStep, holds_run
-from torchtitan.errors import ConfigError
+from torchtitan.errors import CheckpointError, ConfigError
 
 NAMES = ["tok_embeddings.weight", "layers.0.attention.wq.weight", "norm.weight"]
 GROUP = {"lr": 6e-4, "initial_lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}

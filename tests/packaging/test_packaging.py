@@ -100,7 +100,7 @@ def test_the_metadata(built: Built) -> None:
     assert [name for name in classifiers if name.startswith("Programming Language :: Python :: 3.")] == [
         f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)
     ]
-    assert set(about.get_all("Provides-Extra") or []) == {"wandb", "docs", "test", "dev"}
+    assert set(about.get_all("Provides-Extra") or []) == {"wandb", "s3", "docs", "test", "dev"}
     assert about.get_payload() == (CHECKOUT / "README.md").read_text()
 
 

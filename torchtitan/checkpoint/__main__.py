@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         return _told(error, 2)
     except RuntimeError as error:
-        from torchtitan.checkpoint.manifest import CheckpointError, NewerFormat
+        from torchtitan.checkpoint.manifest import NewerFormat
+        from torchtitan.errors import CheckpointError
 
         if not isinstance(error, CheckpointError):
             raise

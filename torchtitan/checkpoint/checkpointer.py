@@ -18,12 +18,13 @@ from torchtitan.checkpoint.background import BESIDE_TRAINING, DirectWriter, Fail
 from torchtitan.checkpoint.content import Content, Planner
 from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.dcp.writer import Written
-from torchtitan.checkpoint.manifest import CheckpointError, Manifest, Numbers
+from torchtitan.checkpoint.manifest import Manifest, Numbers
 from torchtitan.checkpoint.places import FileRecord, free_bytes, write_durably
 from torchtitan.checkpoint.storage import StepFolders, is_complete
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.config.schema import Checkpoint
 from torchtitan.distributed.world import World
+from torchtitan.errors import CheckpointError
 from torchtitan.log import logger
 
 _POLL_SECONDS = 0.05

@@ -10,14 +10,14 @@ from torch import Tensor
 from upath import UPath
 
 from torchtitan.checkpoint.dcp.reader import Reader
-from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, NewerFormat, Numbers, damage
+from torchtitan.checkpoint.manifest import MANIFEST, Manifest, NewerFormat, Numbers, damage
 from torchtitan.checkpoint.places import share
 from torchtitan.checkpoint.storage import StepFolders, check_start, find_step, steps_since
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.checkpoint.titan import TitanStep
 from torchtitan.config.schema import Checkpoint
 from torchtitan.distributed.world import World
-from torchtitan.errors import ConfigError
+from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.log import logger
 
 

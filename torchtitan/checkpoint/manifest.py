@@ -12,14 +12,10 @@ from typing import Any, Protocol
 from upath import UPath
 
 from torchtitan.checkpoint.places import FileRecord, is_file_name, one_line, storage_errors, write_durably
-from torchtitan.errors import brief
+from torchtitan.errors import CheckpointError, brief
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used, or could not be written: which, why, and what to do."""
 
 
 class NewerFormat(CheckpointError):

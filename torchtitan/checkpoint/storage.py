@@ -15,9 +15,9 @@ from typing import Any
 
 from upath import UPath
 
-from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest
+from torchtitan.checkpoint.manifest import MANIFEST, Manifest
 from torchtitan.checkpoint.places import is_local, move, one_line, place, remove, storage_errors, sync_folder
-from torchtitan.errors import ConfigError
+from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.log import logger
 
 METADATA = ".metadata"  # PyTorch's own index of a distributed checkpoint

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.dcp.reader import Reader
-from torchtitan.checkpoint.manifest import CheckpointError
-from torchtitan.errors import ConfigError
+from torchtitan.errors import CheckpointError, ConfigError
 
 
 class Tensors:

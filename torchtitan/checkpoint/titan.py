@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan.checkpoint.dcp.reader import Reader
-from torchtitan.checkpoint.manifest import CheckpointError
-from torchtitan.errors import ConfigError
+from torchtitan.errors import CheckpointError, ConfigError
 
 _STEP = "train_state.step"
 _GROUPS = "optimizer.param_groups."

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from upath import UPath
 
 from torchtitan.checkpoint.dcp.index import Index, readable
-from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.checkpoint.storage import METADATA
+from torchtitan.errors import CheckpointError
 
 # Top-level keys of other parts in checkpoints of TorchTitan, which stand beside the model's.
 _NO_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")

@@ -17,9 +17,8 @@ from upath import UPath
 from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.dcp.writer import Written
 from torchtitan.checkpoint.huggingface.files import CONFIG, DTYPES, INDEX_SUFFIX, SUFFIX
-from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.checkpoint.places import FileRecord, RecordedFile, share
-from torchtitan.errors import ConfigError
+from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.log import logger
 from torchtitan.models.huggingface import TensorTable, to_config
 from torchtitan.models.spec import ModelSpec

@@ -15,9 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.checkpoint.places import one_line
-from torchtitan.errors import brief
+from torchtitan.errors import CheckpointError, brief
 
 CONFIG = "config.json"
 SUFFIX = ".safetensors"

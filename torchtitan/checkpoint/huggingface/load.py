@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.huggingface.files import CONFIG, WeightFolder
-from torchtitan.checkpoint.manifest import CheckpointError
-from torchtitan.errors import ConfigError, brief
+from torchtitan.errors import CheckpointError, ConfigError, brief
 from torchtitan.log import note_once
 from torchtitan.models.huggingface import TensorTable, from_config, to_config
 from torchtitan.models.spec import ModelSpec

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.inspect.inventory import Step, dtype_name
-from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.checkpoint.titan import TitanStep, holds_run
+from torchtitan.errors import CheckpointError
 
 _BLOCK = 1 << 20  # elements that are compared in double precision at a time
 

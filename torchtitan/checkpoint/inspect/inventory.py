@@ -12,12 +12,12 @@ from time import time as now
 from upath import UPath
 
 from torchtitan.checkpoint.dcp.reader import Reader
-from torchtitan.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, NewerFormat
+from torchtitan.checkpoint.manifest import MANIFEST, Manifest, NewerFormat
 from torchtitan.checkpoint.places import is_local, place, storage_errors
 from torchtitan.checkpoint.storage import BEING_WRITTEN, METADATA
 from torchtitan.checkpoint.titan import holds_run
 from torchtitan.config.toml import parse
-from torchtitan.errors import ConfigError
+from torchtitan.errors import CheckpointError, ConfigError
 
 _STEP = re.compile(r"step-(?P<number>\d+)(?P<export>-export)?(?P<rest>\..+)?")
 _SILENT_SECONDS = 600.0  # nobody has written for so long: nobody writes any more

@@ -13,9 +13,9 @@ from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.inspect.comparison import Comparison, Difference, numbers
 from torchtitan.checkpoint.inspect.inventory import Step, dtype_name, newest
 from torchtitan.checkpoint.inspect.verification import Verdict
-from torchtitan.checkpoint.manifest import CheckpointError
 from torchtitan.checkpoint.places import storage_errors
 from torchtitan.checkpoint.storage import METADATA
+from torchtitan.errors import CheckpointError
 
 _STATES, _GROUPS = "optimizer.state.", "optimizer.param_groups."
 _LONGEST = 20  # names in one list
