@@ -124,7 +124,7 @@ def cost(world: World, folder: Path, mode: str, size: Size) -> Cost:
         int(m[1]): float(m[2]) for line in lines if (m := re.match(r"saved step (\d+) in .*\(([0-9.]+) s\)", line))
     }
     result.written = [seconds[n * every] for n in range(1, times + 1) if n * every in seconds]
-    newest = Path(config.job.dump_folder) / "checkpoint" / f"step-{every * (times + 1)}"
+    newest = Path(config.job.dump_folder) / "checkpoint" / f"step-{every * (times + 1) + 1}"
     result.bytes = sum(f.stat().st_size for f in newest.iterdir())
     return result
 
