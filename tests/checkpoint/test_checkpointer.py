@@ -15,9 +15,10 @@ from tests.launch import RanksFailed, run_ranks
 from tests.runs import Outcome, run_job, run_jobs, tiny_argv
 from torchtitan.checkpoint.manifest import FORMAT, Manifest
 from torchtitan.checkpoint.places import RecordedFile
+from torchtitan.checkpoint.storage import StepFolders
 from torchtitan.config import load_config
 from torchtitan.distributed.world import World
-from torchtitan.errors import ConfigError
+from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.resolve import resolve_job
 
 SAVES = ["--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=20"]
@@ -323,3 +324,18 @@ def test_a_nan_on_one_rank_stops_all_before_the_update(tmp_path: Path) -> None:
     for error, unchanged, step in run_ranks(poisoned, 2, tiny_argv(tmp_path, *SAVES, "--metrics.log_freq=100"), 3):
         assert "step 3" in error and unchanged and step == 2
     assert {p.name for p in (tmp_path / "run" / "checkpoint").iterdir()} == {"step-2"}
+
+
+def stubborn(world: World, argv: list[str]) -> str:
+    """Start in a folder that rank 0 may not put in order."""
+    with mock.patch.object(StepFolders, "recover", side_effect=PermissionError("not yours")):
+        try:
+            run_job(world, argv)
+        except CheckpointError as error:
+            return str(error)
+    return "went on"
+
+
+def test_all_ranks_are_told_of_what_rank_0_may_not_do(tmp_path: Path) -> None:
+    for told in run_ranks(stubborn, 2, tiny_argv(tmp_path, *SAVES), timeout=60):
+        assert told.endswith("cannot be put in order: not yours")

@@ -1,7 +1,7 @@
 """``python -m torchtitan.checkpoint``: look into checkpoints, find damage, compare two.
 
-What is shown is worked out in ``inventory.py``, ``verification.py`` and ``comparison.py``, and written down in
-``inspect/tables.py``.
+What is shown is worked out in ``inspect/``: ``inventory.py``, ``verification.py`` and ``comparison.py``, and written
+down in ``tables.py`` there.
 """
 
 import argparse

@@ -11,7 +11,7 @@ from upath import UPath
 
 from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, NewerFormat, Numbers, damage
-from torchtitan.checkpoint.places import share
+from torchtitan.checkpoint.places import one_line, share
 from torchtitan.checkpoint.storage import StepFolders, check_start, find_step, steps_since
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.checkpoint.titan import TitanStep
@@ -65,9 +65,7 @@ class Loader:
         Damaged steps are named and passed over unless asked for by number, which is a CheckpointError.
         """
         keys = self._keys
-        if self._world.rank == 0 and not keys.load_only:
-            self._folders.recover()
-        self._world.barrier()
+        self._tidy()
         start = Start()
         steps = self._steps_to_try(start)
         for step in reversed(steps):
@@ -88,6 +86,17 @@ class Loader:
         elif keys.initial_load_path is not None:
             self._start_from(find_step(keys.initial_load_path), start)
         return start
+
+    def _tidy(self) -> None:
+        """Mend what was interrupted, on rank 0; a CheckpointError of all ranks if that cannot be done."""
+        problem = None
+        if self._world.rank == 0 and not self._keys.load_only:
+            try:
+                self._folders.recover()
+            except OSError as error:
+                problem = f"{self._folders.root} cannot be put in order: {one_line(error)}"
+        if found := next((p for p in self._world.gather(problem) if p is not None), None):
+            raise CheckpointError(found)
 
     def _steps_to_try(self, start: Start) -> list[int]:
         steps, load_step = self._folders.steps(), self._keys.load_step

@@ -1,6 +1,6 @@
 """Which folders are steps of a run: which are complete, which are kept, how one gets its name.
 
-What is inside is said by ``manifest.py`` and ``dcp.py``.
+What is inside is said by ``manifest.py`` and ``dcp/``.
 
 On a file system a step is written into ``step-N.partial`` and renamed to ``step-N`` once every file is on the disk and
 the manifest, written last, lists each with its size and SHA-256. Where nothing can be renamed at once, such as in a

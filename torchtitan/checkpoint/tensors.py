@@ -1,6 +1,6 @@
 """The tensors of a run as a checkpoint names them: weights by their names in the model, optimizer states by theirs.
 
-Files are read and written by ``dcp.py``.
+Files are read and written in ``dcp/``.
 """
 
 from collections.abc import Collection, Mapping, Sequence

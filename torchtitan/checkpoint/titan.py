@@ -1,7 +1,7 @@
 """A step that TorchTitan wrote: what it holds beside the tensors, and whether a run can go on from it.
 
-Tensors are read as those of any other step (``dcp.py``); ours say the same in their manifest. TorchTitan pickles the
-state of its data loader, which is never opened here: where the data go on follows from the step.
+Tensors are read as those of any other step (``dcp/reader.py``); ours say the same in their manifest. TorchTitan pickles
+the state of its data loader, which is never opened here: where the data go on follows from the step.
 """
 
 from collections import Counter

@@ -1,6 +1,6 @@
 """The index of a distributed checkpoint (``.metadata``): read without running anything, and held against itself.
 
-What the bytes mean that it points to is read in ``dcp.py``. The index is a pickle, of which only the classes of an
+What the bytes mean that it points to is read in ``reader.py``. The index is a pickle, of which only the classes of an
 index are let in; what they then say is believed no further than it fits together.
 """
 

@@ -1,6 +1,6 @@
 """The weights of a step as a Hugging Face folder: which file is to hold what, and the files, by as many ranks as like.
 
-What holds what is told in ``models/huggingface.py``; such a folder is read by ``weight_files.py``.
+What holds what is told in ``models/huggingface.py``; such a folder is read by ``files.py``.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Weights of a Hugging Face folder for a model of ours, whatever part of it a rank holds.
 
-What holds what is told in ``models/huggingface.py``, how files are read in ``weight_files.py``, and new ones are
+What holds what is told in ``models/huggingface.py``, how files are read in ``files.py``, and new ones are
 planned in ``export.py``.
 """
 

@@ -1,6 +1,6 @@
 """What lies below a path: which steps, whether each is complete and if not why, and what is inside.
 
-Whether files are sound is in ``verification.py``; how it is printed, in ``__main__.py``.
+Whether files are sound is in ``verification.py``; how it is shown, in ``tables.py``.
 """
 
 import re
