@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, damage
-from torchtitan.checkpoint.places import free_bytes, is_local, one_line, place, storage_errors
+from torchtitan.checkpoint.places import free_bytes, is_local, place, storage_errors
 from torchtitan.checkpoint.storage import BEING_WRITTEN, METADATA, find_step, step_folders
 from torchtitan.config import describe_error, load_config
 from torchtitan.config.toml import key_text, parse, value_text
-from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.errors import CheckpointError, ConfigError, one_line
 from torchtitan.log import init_logger
 from torchtitan.platforms import check_platform
 

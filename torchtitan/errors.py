@@ -45,3 +45,8 @@ def brief(text: str) -> str:
     """``text`` of a stranger on one line of an error."""
     line = text if text.isprintable() else " ".join(ascii(text)[1:-1].split())
     return line if len(line) <= 100 else f"{line[:99]}…"
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line; what a terminal would obey is left out."""
+    return "".join(c for c in " ".join(str(error).split()) if c.isprintable()) or type(error).__name__

@@ -181,7 +181,7 @@ def _check_checkpoints(config: JobConfig, spec: ModelSpec, args: Any) -> None:
 def _check_model_of(step: UPath, args: Any) -> None:
     """ConfigError if the weights of a step of ours are those of another model."""
     try:
-        ModelFacts(json.loads(json.dumps(dataclasses.asdict(args)))).load_state_dict(Manifest.read(step).state["model"])
+        ModelFacts.of(args).load_state_dict(Manifest.read(step).state["model"])
     except (CheckpointError, KeyError):
         return  # said when it is loaded
 

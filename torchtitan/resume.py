@@ -3,9 +3,8 @@
 What is in a checkpoint and when it is written is there; the step is the trainer's.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -52,7 +51,7 @@ def go_on(
     folders, tensors = checkpoint_folders(job.config), Tensors(parameters, names, optimizer)
     optimizers = job.optimizer.optimizers(names)
     numbers: dict[str, Numbers] = {
-        "model": ModelFacts(json.loads(json.dumps(asdict(job.args)))),
+        "model": ModelFacts.of(job.args),
         "optimizer": OptimizerFacts(job.config.optimizer.name, optimizers),
         "train_state": progress.state,
         "dataloader": progress.position,

@@ -3,6 +3,7 @@
 Who saves and loads them is ``checkpoint/``'s; who changes them, the trainer.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -58,6 +59,11 @@ class ModelFacts:
     """What the weights mean beyond their shapes; a resume with other facts would be another model."""
 
     args: dict[str, Any]
+
+    @staticmethod
+    def of(args: Any) -> "ModelFacts":
+        """Those of a family's hyper-parameters, a dataclass."""
+        return ModelFacts(json.loads(json.dumps(asdict(args))))
 
     def state_dict(self) -> dict[str, Any]:
         return self.args

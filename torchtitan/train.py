@@ -68,7 +68,9 @@ def train(config: JobConfig) -> int:
             "python -m torchtitan.checkpoint verify)"
         )
         return DONE
-    if not config.checkpoint.enable and checkpoint_folders(config).steps():
+    # A bucket is not asked for what the run does without.
+    elsewhere = "://" in config.checkpoint.folder
+    if not config.checkpoint.enable and not elsewhere and checkpoint_folders(config).steps():
         logger.warning(f"{folder} holds saved steps, which this run does not go on from: checkpoint.enable is false")
     # Before the process group: who may not write there must not say so there.
     with own_folders(config) if os.environ.get("RANK", "0") == "0" else nullcontext():
@@ -84,10 +86,10 @@ def own_folders(config: JobConfig) -> Iterator[None]:
     folder = Path(config.job.dump_folder)
     with ExitStack() as held:
         held.enter_context(own_folder(folder))
-        steps = checkpoint_folders(config).root
-        writes = config.checkpoint.enable and not config.checkpoint.load_only
-        if writes and is_local(steps) and not (steps.exists() and steps.samefile(folder)):
-            held.enter_context(own_folder(Path(str(steps)), "checkpoint.folder"))
+        if config.checkpoint.enable and not config.checkpoint.load_only:
+            steps = checkpoint_folders(config).root
+            if is_local(steps) and not (steps.exists() and steps.samefile(folder)):
+                held.enter_context(own_folder(Path(str(steps)), "checkpoint.folder"))
         yield
 
 
@@ -121,14 +123,14 @@ def run(job: Job, folder: Path, started: float) -> int:
             stop = StopRequest(config.job.max_duration_minutes, started)
             end = End("done", DONE) if trainer.run(stop) else End("stopped", STOPPED)
             trainer.close()
-            reason = next((reason for reason in world.gather(stop.reason) if reason), None)
+            reason = world.first(stop.reason)
             if world.rank == 0:
                 why = f" after {reason}; the same command goes on" if reason else ""
                 logger.info(f"{end.reason} at step {trainer.state.step}{why}")
                 replace(end, step=trainer.state.step).write(folder)
         ignore_signals()
         return end.exit_code
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # Ctrl-C too
         return fail(error, config, getattr(getattr(trainer, "state", None), "step", None))
 
 

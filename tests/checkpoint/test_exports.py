@@ -109,7 +109,7 @@ def test_an_export_that_is_missing_is_made_up_for_and_steps_can_be_raised(
     )[0]
     assert again.steps == [1, 2, 3, 4] and more.steps == [1, 2, 3, 4, 5, 6]
     assert more.losses[:4] == outcome.losses
-    assert finished_step(config) == 4 or finished_step(config) == 6
+    assert finished_step(config) == 6
     with safe_open(tmp_path / "run" / "checkpoint" / "step-6-export" / "model.safetensors", "pt") as file:
         assert {str(file.get_slice(name).get_dtype()) for name in file.keys()} == {"BF16"}  # noqa: SIM118
     config_json = json.loads((tmp_path / "run" / "checkpoint" / "step-6-export" / "config.json").read_text())

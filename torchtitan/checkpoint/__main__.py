@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, one_line
 from torchtitan.platforms import check_platform
 
 _COMMANDS = """\
@@ -175,7 +175,7 @@ def _json(value: Any) -> str:
 
 
 def _told(error: Exception, code: int) -> int:
-    print(" ".join(str(error).split()), file=sys.stderr)
+    print(one_line(error), file=sys.stderr)
     return code
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from upath import UPath
 
 from torchtitan.checkpoint.dcp.writer import Resolve, Written, write_share
-from torchtitan.checkpoint.places import one_line
+from torchtitan.errors import one_line
 
 T = TypeVar("T")
 LOWER_PRIORITY = 10

@@ -165,7 +165,8 @@ class Checkpointer:
             folders.prepare(folder)
 
         def complete(shares: Sequence[Written]) -> None:
-            files = dict(content.complete(unnamed, shares))
+            files = {name: file for share in shares for name, file in share.files.items()}
+            files |= content.complete(unnamed, shares)
             write_durably(unnamed / "config.toml", self._config_toml)
             files["config.toml"] = FileRecord.of(unnamed / "config.toml")
             Manifest(step, state, files).write(unnamed)
@@ -210,8 +211,7 @@ class Checkpointer:
         return Task(action if self._world.rank == 0 else lambda: None)
 
     def _first_failure(self, outcome: Any) -> Failure | None:
-        mine = outcome if isinstance(outcome, Failure) else None
-        return next((failure for failure in self._world.gather(mine) if failure is not None), None)
+        return self._world.first(outcome if isinstance(outcome, Failure) else None)
 
     def _tell(self, name: str, failure: Failure, last: bool) -> None:
         message = f"{name} could not be saved in {self._folders.root}: {failure.message}"

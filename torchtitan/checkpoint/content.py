@@ -29,7 +29,7 @@ class Content(Protocol):
         """Get ready; what is returned then writes this rank's files, on another thread."""
 
     def complete(self, folder: UPath, shares: Sequence[Written]) -> Mapping[str, FileRecord]:
-        """On rank 0, once all ranks have written: add what is not any rank's; returns all files."""
+        """On rank 0, once all ranks have written: add what is not any rank's; returns those files."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ class TensorContent:
 
     def complete(self, folder: UPath, shares: Sequence[Written]) -> Mapping[str, FileRecord]:
         assert self._plan.index is not None, "rank 0 has it"
-        files = {name: file for share in shares for name, file in share.files.items()}
-        return files | write_metadata(folder, self._plan.index, shares)
+        return write_metadata(folder, self._plan.index, shares)
 
 
 class Planner:

@@ -11,13 +11,13 @@ from upath import UPath
 
 from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, NewerFormat, Numbers, damage
-from torchtitan.checkpoint.places import one_line, share
+from torchtitan.checkpoint.places import share
 from torchtitan.checkpoint.storage import StepFolders, check_start, find_step, steps_since
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.checkpoint.titan import TitanStep
 from torchtitan.config.schema import Checkpoint
 from torchtitan.distributed.world import World
-from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.errors import CheckpointError, ConfigError, one_line
 from torchtitan.log import logger
 
 
@@ -95,7 +95,7 @@ class Loader:
                 self._folders.recover()
             except OSError as error:
                 problem = f"{self._folders.root} cannot be put in order: {one_line(error)}"
-        if found := next((p for p in self._world.gather(problem) if p is not None), None):
+        if found := self._world.first(problem):
             raise CheckpointError(found)
 
     def _steps_to_try(self, start: Start) -> list[int]:
@@ -183,4 +183,4 @@ class Loader:
                 return f"{folder} was renamed: what it holds is step {manifest.step}"
             return damage(folder, manifest, share(list(manifest.files), self._world.rank, self._world.size))
 
-        return next((p for p in self._world.gather(look()) if p is not None), None)
+        return self._world.first(look())

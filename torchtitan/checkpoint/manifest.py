@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from upath import UPath
 
-from torchtitan.checkpoint.places import FileRecord, is_file_name, one_line, storage_errors, write_durably
-from torchtitan.errors import CheckpointError, brief
+from torchtitan.checkpoint.places import FileRecord, is_file_name, storage_errors, write_durably
+from torchtitan.errors import CheckpointError, brief, one_line
 
 FORMAT = 1
 MANIFEST = "manifest.json"

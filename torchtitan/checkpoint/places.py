@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from upath import UPath
 
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, one_line
 
 _BLOCK = 1 << 20
 _URL_OF_ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+):/")
@@ -220,11 +220,6 @@ class RecordedFile:
         except BaseException as error:
             self._failure = error
             raise
-
-
-def one_line(error: BaseException) -> str:
-    """What an error says, in one line; what a terminal would obey is left out."""
-    return "".join(c for c in " ".join(str(error).split()) if c.isprintable()) or type(error).__name__
 
 
 def is_file_name(name: Any) -> bool:

@@ -16,8 +16,8 @@ from typing import Any
 from upath import UPath
 
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest
-from torchtitan.checkpoint.places import is_local, move, one_line, place, remove, storage_errors, sync_folder
-from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.checkpoint.places import is_local, move, place, remove, storage_errors, sync_folder
+from torchtitan.errors import CheckpointError, ConfigError, one_line
 from torchtitan.log import logger
 
 METADATA = ".metadata"  # PyTorch's own index of a distributed checkpoint
@@ -158,10 +158,6 @@ class StepsInBucket(StepFolders):
     def commit(self, folder: UPath) -> None:
         with storage_errors(folder):
             (folder / BEING_WRITTEN).unlink(missing_ok=True)
-
-    def recover(self) -> None:
-        """Delete what killed saves left behind; nothing is ever between two names."""
-        self.sweep()
 
     def _delete(self, folder: UPath) -> None:
         with storage_errors(folder):

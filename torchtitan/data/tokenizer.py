@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from pydantic import Field
 
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, one_line
 from torchtitan.registry import Registry
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def build_hf_tokenizer(
     try:
         rust = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(KEY, f"{file} is not a tokenizer.json this can read: {_one_line(error)}") from None
+        raise ConfigError(KEY, f"{file} is not a tokenizer.json this can read: {one_line(error)}") from None
     # Both may stand in the file, left by whoever saved it; they would cut every document short.
     rust.no_truncation()
     rust.no_padding()
@@ -165,7 +165,7 @@ def _settings(file: Path) -> dict[str, Any]:
     try:
         settings = json.loads(_read(file))
     except ValueError as error:
-        raise ConfigError(KEY, f"{file} is not JSON: {_one_line(error)}") from None
+        raise ConfigError(KEY, f"{file} is not JSON: {one_line(error)}") from None
     if not isinstance(settings, dict):
         raise ConfigError(KEY, f"{file} holds a {type(settings).__name__} where a table was expected")
     return settings
@@ -186,10 +186,6 @@ def _special_id(settings: dict[str, Any], which: str, rust: tokenizers.Tokenizer
         if isinstance(entry, dict) and entry.get("content") == token and number.isdecimal():
             return int(number)
     return None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 class BytesTokenizer:

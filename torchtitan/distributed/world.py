@@ -12,13 +12,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout  # no public call changes the timeout of a group
 
 from torchtitan.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
+
+    def first(self, value: T | None) -> T | None:
+        """What the first rank passed that passed something; None if none did."""
+        return next((passed for passed in self.gather(value) if passed is not None), None)
 
     def gather_to_first(self, value: Any) -> list[Any] | None:
         """On rank 0 what each rank passed, in the order of ranks; None on the others."""

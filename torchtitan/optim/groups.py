@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, one_line
 from torchtitan.log import logger
 from torchtitan.optim.optimizers import OPTIMIZERS, Groups, Takes
 from torchtitan.optim.whole import MapWhole, WholeMatrixOptimizer, map_here
@@ -208,8 +208,7 @@ def _try(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:
     except ConfigError:
         raise
     except Exception as error:  # whatever somebody's own optimizer makes of its options
-        problem = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{group.key}.name", f"{group.optimizer} cannot {does}: {problem}") from error
+        raise ConfigError(f"{group.key}.name", f"{group.optimizer} cannot {does}: {one_line(error)}") from error
     for _, stand_in in stand_ins:
         for name, value in optimizer.state[stand_in].items():
             if not isinstance(value, Tensor):

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from upath import UPath
 
-from torchtitan.checkpoint.places import is_file_name, is_local, one_line, storage_errors
+from torchtitan.checkpoint.places import is_file_name, is_local, storage_errors
 from torchtitan.checkpoint.storage import METADATA
-from torchtitan.errors import CheckpointError
+from torchtitan.errors import CheckpointError, one_line
 
 _T = TypeVar("_T")
 

@@ -126,8 +126,7 @@ class ExportContent:
         return lambda: Written([], write_files(self._plan, self._reader, folder, self._mine))
 
     def complete(self, folder: UPath, shares: Sequence[Written]) -> Mapping[str, FileRecord]:
-        files = {name: file for share in shares for name, file in share.files.items()}
-        return files | write_rest(self._plan, folder, self._tokenizer)
+        return write_rest(self._plan, folder, self._tokenizer)
 
 
 def write_files(

@@ -15,8 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from torchtitan.checkpoint.places import one_line
-from torchtitan.errors import CheckpointError, brief
+from torchtitan.errors import CheckpointError, brief, one_line
 
 CONFIG = "config.json"
 SUFFIX = ".safetensors"

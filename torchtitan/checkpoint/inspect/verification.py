@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.inspect.inventory import Step
 from torchtitan.checkpoint.manifest import MANIFEST, damages
-from torchtitan.checkpoint.places import one_line, storage_errors
+from torchtitan.checkpoint.places import storage_errors
 from torchtitan.checkpoint.storage import BEING_WRITTEN, METADATA
-from torchtitan.errors import CheckpointError, brief
+from torchtitan.errors import CheckpointError, brief, one_line
 
 
 @dataclass
