@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, damage
-from torchtitan.checkpoint.places import free_bytes, is_local, place, storage_errors
+from torchtitan.checkpoint.places import free_bytes, is_local, place, shown_bytes, storage_errors
 from torchtitan.checkpoint.storage import BEING_WRITTEN, METADATA, find_step, step_folders
 from torchtitan.config import describe_error, load_config
 from torchtitan.config.toml import key_text, parse, value_text
@@ -35,12 +35,17 @@ if TYPE_CHECKING:  # torch costs seconds, and help is given before
 
 _CONFIG = "config.toml"
 _DTYPES = ("float32", "bfloat16", "float16")
-_EPILOG = """\
-from-hf   IN: a folder of this machine with config.json and safetensors files (pickles are never read)
-          OUT: a new checkpoint, to be named as checkpoint.initial_load_path; its config.toml holds [model]
-to-hf     IN: a step's folder, or a run's, of which the newest complete step is taken
-          OUT: a new folder that transformers reads
-
+_COMMANDS = {
+    "from-hf": """\
+IN    a folder of this machine with config.json and safetensors files (pickles are never read)
+OUT   a new checkpoint, to be named as checkpoint.initial_load_path; its config.toml holds [model]
+""",
+    "to-hf": """\
+IN    a step's folder, or a run's, of which the newest complete step is taken
+OUT   a new folder that transformers reads
+""",
+}
+_EPILOG = """
 A step that TorchTitan wrote does not say what model it holds: say it by --job.config_file FILE and --section.key VALUE,
 as for training. For a family of your own, both take --job.imports. OUT may be a URL, such as s3://bucket/run.
 
@@ -86,19 +91,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.convert",
         description="Hugging Face weights to a checkpoint, and back.",
-        epilog=_EPILOG,
+        epilog="\n".join(f"{name} IN OUT\n{what}" for name, what in _COMMANDS.items()) + _EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("command", choices=("from-hf", "to-hf"))
-    parser.add_argument("IN", help="what to read")
-    parser.add_argument("OUT", help="what to write: a folder that is not there, or empty")
-    parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights in OUT (default: what IN has)")
-    group = parser.add_argument_group("to-hf only")
-    group.add_argument(
-        "--shard-size-gb", type=_size, default=2.0, metavar="GB", help="largest file, in 10^9 bytes (default: 2)"
-    )
-    group.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="copy the tokenizer's files from there")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="from-hf|to-hf")
+    for name, what in _COMMANDS.items():
+        command = commands.add_parser(
+            name, epilog=what + _EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        command.add_argument("IN", help="what to read")
+        command.add_argument("OUT", help="what to write: a folder that is not there, or empty")
+        command.add_argument("--dtype", choices=_DTYPES, help="type of the weights in OUT (default: what IN has)")
+        if name == "to-hf":
+            command.add_argument(
+                "--shard-size-gb",
+                type=_size,
+                default=2.0,
+                metavar="GB",
+                help="largest file, in 10^9 bytes (default: 2)",
+            )
+            command.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="copy the tokenizer's files from it")
     return parser
 
 
@@ -170,7 +183,7 @@ def _from_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
         toml = _model_toml(family, flavor, says, dataclasses.asdict(spec.flavors[flavor]), assets)
         files[_CONFIG] = write_file(folder / _CONFIG, [toml.encode()])
         Manifest(0, {"model": says}, files).write(folder)
-    return f"{family}, {_shown(total)} of {str(dtype).removeprefix('torch.')}"
+    return f"{family}, {shown_bytes(total)} of {str(dtype).removeprefix('torch.')}"
 
 
 def _as_flavor(spec: ModelSpec, args: Any) -> tuple[str, Any]:
@@ -230,7 +243,7 @@ def _to_hf(arguments: argparse.Namespace, overrides: Sequence[str]) -> str:
         files |= write_rest(plan, folder, tokenizer)
         done = manifest.step if manifest is not None else int(number[1]) if number else 0
         Manifest(done, {"model": dataclasses.asdict(args)}, files).write(folder)
-    return f"{step} as {family}, {_shown(plan.bytes)} of {plan.config['dtype']}, files: {len(plan.files)}"
+    return f"{step} as {family}, {shown_bytes(plan.bytes)} of {plan.config['dtype']}, files: {len(plan.files)}"
 
 
 def _check(step: UPath, manifest: Manifest | None, names: Sequence[str] | None = None) -> None:
@@ -292,7 +305,7 @@ def _new_folder(name: str, total: int) -> Iterator[UPath]:
         raise ConfigError(name, "is there already and is not an empty folder; choose another OUT")
     free = free_bytes(folder)
     if free is not None and free < total:
-        raise ConfigError(name, f"needs {_shown(total)}, and {_shown(free)} are free there")
+        raise ConfigError(name, f"needs {shown_bytes(total)}, and {shown_bytes(free)} are free there")
     folders = step_folders(folder.parent)
     unfinished = folders.partial(folder)
     with storage_errors(folder):
@@ -318,10 +331,6 @@ def _progress(total: int) -> Iterator[Callable[[int], object]]:
     """Within, takes the bytes that are done; a bar on a terminal, and nothing elsewhere."""
     with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
         yield bar.update
-
-
-def _shown(size: int) -> str:
-    return f"{tqdm.format_sizeof(size)}B"
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ What is measured each step goes through ``observe/``; this is for sentences.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 
 from torchtitan.secrets import hidden
 
@@ -47,6 +49,16 @@ def init_logger(color: bool = True) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+@contextlib.contextmanager
+def read_in_part() -> Iterator[None]:
+    """Within, whoever reads what is printed may stop reading, as ``head`` does; what comes after it is not printed."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def note_once(message: str) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from torchtitan import __version__
 from torchtitan.config import ConfigError, JobConfig, describe_error, help_text, load_config, to_toml
 from torchtitan.errors import CheckpointError
-from torchtitan.log import init_logger, logger
+from torchtitan.log import init_logger, logger, read_in_part
 from torchtitan.platforms import check_platform, check_processes
 from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, LAUNCHER, STOPPED, End
 from torchtitan.resilience.folder import own_folder
@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if "--help" in argv or "-h" in argv:
-        print(help_text())
+        with read_in_part():
+            print(help_text())
         return DONE
     if "--version" in argv:
         print(f"torchtitan {__version__}")

@@ -23,7 +23,7 @@ from torchtitan.distributed.stages import describe as describe_pipeline
 from torchtitan.distributed.topology import build_topology
 from torchtitan.distributed.whole import map_whole
 from torchtitan.distributed.world import World, seed_step
-from torchtitan.errors import ConfigError
+from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.log import logger
 from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_flops
 from torchtitan.observe.metrics import Metrics, StepStats
@@ -136,8 +136,11 @@ class Trainer:
         try:
             return self._run(stop)
         except NonFiniteError:  # on all ranks alike: what is still being written is from before it
-            if self.checkpointer is not None:
-                self.checkpointer.finish()
+            try:
+                if self.checkpointer is not None:
+                    self.checkpointer.finish()
+            except CheckpointError as error:
+                logger.warning(str(error))
             raise
 
     def _run(self, stop: StopRequest) -> bool:

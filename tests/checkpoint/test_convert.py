@@ -353,6 +353,6 @@ def test_memory_is_that_of_a_tensor(tmp_path: Path) -> None:
     there, both = (int(kib) / 1024 for kib in ended.stdout.split())
     assert there < 60 and both < 60, f"{there:.0f} and {both:.0f} MiB more, the model has {total:.0f}"
     assert "\r" not in ended.stderr and re.search(
-        r"back: .* as llama3, 1\d\dMB of float32, files: \d, \d+ s", ended.stderr
+        r"back: .* as llama3, 1\d\d\.\d MiB of float32, files: \d, \d+ s", ended.stderr
     )
     assert same(read_folder(tmp_path / "back"), tensors)

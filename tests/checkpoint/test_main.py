@@ -327,6 +327,14 @@ def test_numbers_and_states_count_unless_the_model_alone_is_asked_for(show: Show
     assert code == 0 and len(found["tensors"]) == 4
 
 
+def test_numbers_that_are_none_are_null_for_machines(show: Show, tmp_path: Path) -> None:
+    state = {"train_state": {"step": 5, "loss": float("nan"), "limits": [1.5, float("-inf")]}}
+    save(tmp_path / "one", 5, state=state)
+    code, out, _ = show("list", tmp_path / "one" / "step-5", "--json")
+    assert code == 0 and json.loads(out, parse_constant=pytest.fail)["numbers"]["train_state.loss"] is None
+    assert "train_state.loss    nan" in show("list", tmp_path / "one" / "step-5")[1]
+
+
 # in a bucket, and when the command is wrong
 
 

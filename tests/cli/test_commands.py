@@ -106,6 +106,9 @@ def test_help_and_mistyped_keys_take_less_than_a_second() -> None:
     ):
         assert key in shown.stdout
     assert best_seconds([*TRAIN, "--help"]) < 1.0
+    command = " ".join([*TRAIN, "--help"])
+    begun = subprocess.run(["bash", "-o", "pipefail", "-c", f"{command} | head -n 1"], capture_output=True, text=True)
+    assert (begun.returncode, begun.stderr) == (0, "") and begun.stdout.count("\n") == 1
 
     typo = run([*TRAIN, "--training.step", "5"])
     assert typo.returncode == 2

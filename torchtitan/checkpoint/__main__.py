@@ -5,14 +5,13 @@ down in ``tables.py`` there.
 """
 
 import argparse
-import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torchtitan.errors import ConfigError, one_line
+from torchtitan.log import read_in_part
 from torchtitan.platforms import check_platform
 
 _COMMANDS = """\
@@ -35,9 +34,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     try:
         check_platform()
-        return int(arguments.act(arguments))
-    except BrokenPipeError:  # whoever reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with read_in_part():
+            return int(arguments.act(arguments))
         return 0
     except ConfigError as error:
         return _told(error, 2)
@@ -62,7 +60,8 @@ def _list(arguments: argparse.Namespace) -> int:
             arguments.path, f"holds several steps; --all and --config want one, such as {steps[-1].folder}"
         )
     if arguments.json:
-        print(_json(tables.as_json(steps[0], inside=True) if single else [tables.as_json(step) for step in steps]))
+        found = tables.as_json(steps[0], inside=True) if single else [tables.as_json(step) for step in steps]
+        print(tables.json_text(found))
     elif single:
         print("\n".join(tables.inside(steps[0], everything=arguments.all, config=arguments.config)))
     else:
@@ -91,7 +90,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     with tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         verdicts = [verify(step, seen=bar.update) for step in looked_at]
     if arguments.json:
-        print(_json([tables.verdict_as_json(verdict) for verdict in verdicts]))
+        print(tables.json_text([tables.verdict_as_json(verdict) for verdict in verdicts]))
     else:
         print("\n".join(tables.verdicts(verdicts, [step for step in steps if step not in looked_at])))
     return int(any(verdict.damage for verdict in verdicts))
@@ -118,7 +117,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     with tqdm(desc="comparing", unit=" tensors", disable=None, leave=False) as bar:
         found = compare(first, second, **tolerances, model_only=arguments.model_only, seen=lambda name: bar.update())
     if arguments.json:
-        print(_json(tables.comparison_as_json(first, second, found)))
+        print(tables.json_text(tables.comparison_as_json(first, second, found)))
     else:
         print("\n".join(tables.comparison(first, second, found)))
     return int(not found.equal)
@@ -168,10 +167,6 @@ def _tolerance(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no tolerance: a number that is not negative")
     return value
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=1, allow_nan=False)
 
 
 def _told(error: Exception, code: int) -> int:

@@ -19,7 +19,7 @@ from torchtitan.checkpoint.content import Content, Planner
 from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.dcp.writer import Written
 from torchtitan.checkpoint.manifest import Manifest, Numbers
-from torchtitan.checkpoint.places import FileRecord, free_bytes, write_durably
+from torchtitan.checkpoint.places import FileRecord, free_bytes, shown_bytes, write_durably
 from torchtitan.checkpoint.storage import StepFolders, is_complete
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.config.schema import Checkpoint
@@ -161,7 +161,7 @@ class Checkpointer:
             folders.sweep()  # what is left of a killed save must not take the room of this one
             free = free_bytes(folders.root)
             if free is not None and free < total + _SPARE_BYTES:
-                raise OSError(f"it needs {_gib(total)} and there are {_gib(free)} left on the disk")
+                raise OSError(f"it needs {shown_bytes(total)} and there are {shown_bytes(free)} left on the disk")
             folders.prepare(folder)
 
         def complete(shares: Sequence[Written]) -> None:
@@ -218,7 +218,3 @@ class Checkpointer:
         if last or not failure.storage:
             raise CheckpointError(message)
         logger.warning(f"{message}; training goes on and the next save is tried as usual")
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"

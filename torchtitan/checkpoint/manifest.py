@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 from upath import UPath
 
-from torchtitan.checkpoint.places import FileRecord, is_file_name, storage_errors, write_durably
+from torchtitan.checkpoint.places import FileRecord, is_file_name, shown_bytes, storage_errors, write_durably
 from torchtitan.errors import CheckpointError, brief, one_line
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_LARGEST = 32 << 20  # of 200,000 files; a stranger's is refused before it is read
 
 
 class NewerFormat(CheckpointError):
@@ -47,6 +48,8 @@ class Manifest:
         """CheckpointError if there is none or it cannot be read, NewerFormat if this program is too old for it."""
         try:
             with storage_errors(folder):
+                if (size := (folder / MANIFEST).stat().st_size) > _LARGEST:
+                    raise ValueError(f"it has {shown_bytes(size)}, more than any that was written here")
                 raw = json.loads((folder / MANIFEST).read_text())
             own_sha256 = raw.pop("sha256")
             version = raw["format"]

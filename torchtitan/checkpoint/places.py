@@ -95,6 +95,15 @@ def free_bytes(folder: UPath) -> int | None:
     return shutil.disk_usage(_here(existing)).free
 
 
+def shown_bytes(count: float) -> str:
+    """A number of bytes as a person reads it, with its unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
 def write_durably(path: UPath, text: str) -> None:
     """Replace ``path`` by ``text`` so that a crash leaves the old content or the new."""
     if not is_local(path):

@@ -4,6 +4,7 @@ Nothing is looked up here that its argument does not hold; what is looked for is
 ``verification.py`` and ``comparison.py``.
 """
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
@@ -13,7 +14,7 @@ from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.checkpoint.inspect.comparison import Comparison, Difference, numbers
 from torchtitan.checkpoint.inspect.inventory import Step, dtype_name, newest
 from torchtitan.checkpoint.inspect.verification import Verdict
-from torchtitan.checkpoint.places import storage_errors
+from torchtitan.checkpoint.places import shown_bytes, storage_errors
 from torchtitan.checkpoint.storage import METADATA
 from torchtitan.errors import CheckpointError
 
@@ -41,7 +42,7 @@ def _row(step: Step, *, marked: bool) -> tuple[str, ...]:
     )
     unreadable = "; its index cannot be read" * (inside is None and METADATA in step.files)
     named = "" if step.number is None or step.folder.name == f"step-{step.number}" else f" ({step.folder.name})"
-    size, files = _size(sum(step.files.values())), str(len(step.files))
+    size, files = shown_bytes(sum(step.files.values())), str(len(step.files))
     number = "" if step.number is None else str(step.number)
     return (
         "*" * marked,
@@ -87,7 +88,7 @@ def inside(step: Step, *, everything: bool = False, config: bool = False) -> Ite
     """Keys, totals and numbers of one step. CheckpointError where they cannot be read."""
     yield f"{step.folder}: {step.note}"
     written = "" if step.written is None else f", written {_time(step.written)}"
-    yield f"{_size(sum(step.files.values()))} in {len(step.files)} files{written}"
+    yield f"{shown_bytes(sum(step.files.values()))} in {len(step.files)} files{written}"
     reader = step.reader
     if reader is not None:
         contents = step.contents
@@ -148,7 +149,7 @@ def verdicts(found: Sequence[Verdict], passed_over: Sequence[Step]) -> Iterator[
     """What is wrong with each, and those that were not looked at."""
     for verdict in found:
         step = verdict.step
-        size = f"{_size(sum(step.files.values()))} in {len(step.files)} files"
+        size = f"{shown_bytes(sum(step.files.values()))} in {len(step.files)} files"
         sound = "as written" if step.manifest is not None else "nothing wrong"
         yield f"{step.folder}: {'DAMAGED' if verdict.damage else sound}, {size}"
         yield from (f"  {problem}" for problem in verdict.damage)
@@ -214,7 +215,7 @@ def _difference_as_json(d: Difference, differs: bool) -> dict[str, Any]:
     told: dict[str, Any] = {"differs": differs, "shapes": d.shapes, "dtypes": d.dtypes}
     if d.comparable:
         told |= {"elements": d.elements, "differing": d.differing, "outside": d.outside, "same_bits": d.same_bits}
-        told |= {"largest": _finite(d.largest), "relative": _finite(d.relative), "magnitude": d.magnitude}
+        told |= {"largest": d.largest, "relative": d.relative, "magnitude": d.magnitude}
         told |= {"nans": d.nans, "nans_in_one": d.nans_in_one}
     return told
 
@@ -248,14 +249,6 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 def _time(seconds: float | None) -> str:
     return "" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
 
@@ -264,5 +257,14 @@ def _utc(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def json_text(value: Any) -> str:
+    """``value`` as JSON that every reader takes: null stands for a number that is not finite."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(one) for name, one in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(one) for one in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(value), indent=1, allow_nan=False)
