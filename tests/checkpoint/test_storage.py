@@ -97,7 +97,17 @@ def test_damage_is_named(folders: StepFolders, name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "[" * 100_000, " " * (33 << 20), '{"format": 1}', '{"format": 1, "step": 1, "state": {}, "files": {"a": 3}}'], ids=len
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "[" * 100_000,
+        " " * (33 << 20),
+        '{"format": 1}',
+        '{"format": 1, "step": 1, "state": {}, "files": {"a": 3}}',
+    ],
+    ids=len,
 )
 def test_an_unreadable_manifest_is_an_error(folders: StepFolders, text: str) -> None:
     write(folders, 5)
