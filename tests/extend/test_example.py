@@ -45,10 +45,10 @@ def run(python: Path, *arguments: str, folder: Path, **more: str) -> str:
 def test_it_trains_with_everything_in_two_layouts(python: Path, tmp_path: Path) -> None:
     spread = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
     losses = {}
-    for ranks, layout in ((1, []), (4, spread)):
+    for ranks, command, layout in ((1, "train", []), (4, "launch", spread)):
         file = f"--job.config_file={EXAMPLE / 'acme.toml'}"
         options = ["--training.steps=4", f"--job.dump_folder={ranks}", *layout]
-        run(python, "-m", "torchtitan.launch", file, *options, folder=tmp_path, NGPU=str(ranks))
+        run(python, "-m", f"torchtitan.{command}", file, *options, folder=tmp_path, NGPU=str(ranks))
         lines = (tmp_path / str(ranks) / "metrics.jsonl").read_text().splitlines()
         losses[ranks] = [json.loads(line)["loss"] for line in lines]
         table = (tmp_path / str(ranks) / "metrics.csv").read_text().splitlines()
