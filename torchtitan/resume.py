@@ -18,7 +18,7 @@ from torchtitan.checkpoint.loader import Loader, Start
 from torchtitan.checkpoint.manifest import Numbers
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.config import to_toml
-from torchtitan.data.tokenizer import tokenizer_file
+from torchtitan.data.tokenizers.hugging_face import tokenizer_file
 from torchtitan.distributed.world import World
 from torchtitan.log import logger
 from torchtitan.resolve import Job, checkpoint_folders

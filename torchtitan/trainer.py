@@ -13,8 +13,8 @@ from torch import Tensor
 from torchtitan import __version__
 from torchtitan.data.batch import Batch
 from torchtitan.data.loader import build_loader
-from torchtitan.data.packing import ConcatRows
-from torchtitan.data.tokens import open_tokens
+from torchtitan.data.rows.concat import ConcatRows
+from torchtitan.data.tokens.cache import open_tokens
 from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.parallelize import parallelize

@@ -146,7 +146,7 @@ class TestC4Test:
 
     def test_without_is_python_docs_and_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         said: list[str] = []
-        monkeypatch.setattr("torchtitan.data.datasets.note_once", said.append)
+        monkeypatch.setattr("torchtitan.data.datasets.json_lines.note_once", said.append)
         assert build("c4_test", None).name == "python_docs"
         assert len(said) == 1 and "python_docs" in said[0]
 

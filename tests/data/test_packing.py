@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.data.test_tokens import opened
-from torchtitan.data.packing import ConcatRows, permute, round_keys
+from torchtitan.data.rows.concat import ConcatRows
+from torchtitan.data.rows.rows import permute, round_keys
 
 
 def rows_of(folder: Path, length: int, seq_len: int, *, shuffle: bool = False, seed: int = 0) -> ConcatRows:

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from torchtitan.data import tokens
 from torchtitan.data.datasets import DATASETS, Passage, Skipped
-from torchtitan.data.tokenizer import TOKENIZERS, BytesTokenizer
-from torchtitan.data.tokens import TokenFile, open_tokens
+from torchtitan.data.tokenizer import TOKENIZERS
+from torchtitan.data.tokenizers.utf8 import BytesTokenizer
+from torchtitan.data.tokens import encode
+from torchtitan.data.tokens.cache import TokenFile, open_tokens
 from torchtitan.errors import ConfigError
+from torchtitan.log import logger
 
 DOCUMENTS = ["one two", "", "three\n\nfour é", "five" * 50]
 
@@ -87,9 +89,9 @@ def test_long_documents_are_encoded_in_parts(tmp_path: Path, monkeypatch: pytest
         tokenizer._rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     text = "".join(f"import a\nimport b\n\n\ndef f{i}(x):\n\n\n    return {i} + x\n  \n" for i in range(300))
     whole = opened(tmp_path / "whole", [text, "x"], tokenizer=tokenizer)
-    monkeypatch.setattr(tokens, "_SEGMENT_CHARACTERS", 500)
-    monkeypatch.setattr(tokens, "_BATCH_CHARACTERS", 2000)
-    segments = [segment for segment, _, _ in tokens._segments(Passage(text, True, True))]
+    monkeypatch.setattr(encode, "_SEGMENT_CHARACTERS", 500)
+    monkeypatch.setattr(encode, "_BATCH_CHARACTERS", 2000)
+    segments = [segment for segment, _, _ in encode._segments(Passage(text, True, True))]
     assert len(segments) > 20 and all(segment.startswith("import b") for segment in segments[1:])
     parts = opened(tmp_path / "parts", [text, "x"], tokenizer=tokenizer)
     assert ids(parts) == ids(whole)
@@ -97,9 +99,9 @@ def test_long_documents_are_encoded_in_parts(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("text", ["word ", "word\n\n", "\n", "ééé"])
 def test_text_without_a_good_place_to_cut_is_cut_all_the_same(text: str) -> None:
-    size = tokens._SEGMENT_CHARACTERS
+    size = encode._SEGMENT_CHARACTERS
     text = text * (5 * size // len(text))
-    segments = list(tokens._segments(Passage(text, True, False)))
+    segments = list(encode._segments(Passage(text, True, False)))
     assert "".join(segment for segment, _, _ in segments) == text
     assert len(segments) >= 3 and max(len(segment) for segment, _, _ in segments) <= 2 * size
     assert [(opens, closes) for _, opens, closes in segments] == [(i == 0, False) for i in range(len(segments))]
@@ -115,8 +117,8 @@ class TestWindow:
     def test_wide_ids(self, tmp_path: Path) -> None:
         file = opened(tmp_path, ["abc"], tokenizer=Wide(), bos_id=None, eos_id=99_999)
         assert ids(file) == [70_097, 70_098, 70_099, 99_999]
-        assert (file.header.dtype, file.path.stat().st_size) == ("uint32", 16)
-        assert opened(tmp_path).header.dtype == "uint16"
+        assert (file.header.dtype, file.path.stat().st_size) == ("<u4", 16)
+        assert opened(tmp_path).header.dtype == "<u2"
 
     def test_survives_a_pickle_without_its_content(self, tmp_path: Path) -> None:
         file = opened(tmp_path, ["abc" * 10_000])
@@ -133,7 +135,7 @@ class TestCache:
                 Listed(DOCUMENTS, log=log), BytesTokenizer(), bos_id=None, eos_id=None, cache_folder=str(tmp_path)
             )
         assert len(log.read_text().splitlines()) == len(DOCUMENTS)
-        assert sorted(p.suffix for p in tmp_path.iterdir()) == ["", ".bin", ".json"]
+        assert sorted(p.suffix for p in tmp_path.iterdir()) == ["", ".ds", ".index", ".json", ".metadata"]
         assert json.loads(file.path.with_suffix(".json").read_text())["tokens"] == len(file)
 
     def test_is_by_all_that_the_ids_depend_on(self, tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ class TestCache:
 
     def test_damage_is_mended_with_a_warning(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         warned: list[str] = []
-        monkeypatch.setattr(tokens.logger, "warning", warned.append)
+        monkeypatch.setattr(logger, "warning", warned.append)
         path, header = opened(tmp_path).path, opened(tmp_path).path.with_suffix(".json")
         good = path.read_bytes(), header.read_bytes()
 
@@ -210,7 +212,7 @@ def test_empty_data_sets_are_refused(tmp_path: Path, documents: list[Any]) -> No
 
 def test_skipped_records_are_told_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
-    monkeypatch.setattr(tokens.logger, "warning", warned.append)
+    monkeypatch.setattr(logger, "warning", warned.append)
     for _ in range(2):
         file = opened(tmp_path, ["x", Skipped("a.jsonl:2: not JSON"), Skipped("a.jsonl:3: not JSON"), "y"])
     assert ids(file) == expected(["x", "y"], [256], [257])
@@ -242,7 +244,7 @@ def tokenise(folder: Path, rank: int, ranks: int) -> None:
 def test_four_processes_share_one_folder(tmp_path: Path, kill: bool) -> None:
     ranks = 4
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchtitan.data.tokens", "tokenizers"])
+    context.set_forkserver_preload(["torchtitan.data.tokens.cache", "tokenizers"])
     processes = [context.Process(target=tokenise, args=(tmp_path, rank, ranks)) for rank in range(ranks)]
     for process in processes:
         process.start()
@@ -254,7 +256,7 @@ def test_four_processes_share_one_folder(tmp_path: Path, kill: bool) -> None:
     for process in processes:
         process.join(60)
     assert [p.exitcode for p in processes] == [0, -signal.SIGKILL if kill else 0, 0, 0]
-    assert sorted(p.suffix for p in (tmp_path / "cache").iterdir()) == [".bin", ".json"]
+    assert sorted(p.suffix for p in (tmp_path / "cache").iterdir()) == [".ds", ".index", ".json", ".metadata"]
     results = [np.load(path).tolist() for path in sorted(tmp_path.glob("ids-*.npy"))]
     alone = open_tokens(
         Listed([f"document {i} " * 20 for i in range(40)]),
@@ -292,6 +294,6 @@ def test_ids_that_were_changed_are_made_again(tmp_path: Path) -> None:
         return tokens.window(0, len(tokens)).tolist()
 
     before = ids()
-    (file,) = (tmp_path / "cache").glob("*.bin")
+    (file,) = (tmp_path / "cache").glob("*.ds")
     file.write_bytes(bytes(reversed(file.read_bytes())))
     assert ids() == before

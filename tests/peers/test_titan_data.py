@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from torchtitan.data.datasets import DATASETS
 from torchtitan.data.loader import build_loader
-from torchtitan.data.packing import ConcatRows
+from torchtitan.data.rows.concat import ConcatRows
 from torchtitan.data.tokenizer import TOKENIZERS, resolve_special_ids
-from torchtitan.data.tokens import open_tokens
+from torchtitan.data.tokens.cache import open_tokens
 
 
 def rows_of(folder: Path, cache: Path) -> ConcatRows:

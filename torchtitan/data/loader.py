@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.data.batch import IGNORE_INDEX, Batch
-from torchtitan.data.packing import Rows
+from torchtitan.data.rows.rows import Rows
 from torchtitan.errors import ConfigError
 from torchtitan.platforms import SIGNALS
 

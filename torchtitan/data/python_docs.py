@@ -1,6 +1,6 @@
 """The text that every Python carries: language reference, documentation of built-ins, library sources.
 
-Text that a user brings does not belong here (datasets.py). Nothing is shipped and nothing is fetched.
+Text that a user brings does not belong here (datasets/). Nothing is shipped and nothing is fetched.
 """
 
 from __future__ import annotations

@@ -1,0 +1,87 @@
+"""DATASETS: where documents come from, as text or as tokens, in a fixed order and in pieces that can be read apart.
+
+One module a kind of data set. Finding and cutting files (files.py), tokenising (tokens/) and the order of training rows
+(rows/) do not belong here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from torchtitan.data.files import KEY, TextFile, line_number
+from torchtitan.errors import ConfigError
+from torchtitan.registry import Registry
+
+if TYPE_CHECKING:
+    from torchtitan.data.tokens.store import Tokens
+
+OnBadRecord = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A part of a document too long to be handled in one; a whole document is a plain ``str``."""
+
+    text: str
+    opens: bool
+    closes: bool
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A record that could not be read, and why: counted and told, never passed over in silence."""
+
+    problem: str
+    file: TextFile | None = None
+    offset: int = 0
+
+    def __str__(self) -> str:
+        # Lines are counted only when somebody reads the message, for it takes reading the file again.
+        if self.file is None:
+            return self.problem
+        return f"{self.file.path}:{line_number(self.file, self.offset)}: {self.problem}"
+
+
+class TextSource(Protocol):
+    """What a registered builder ``(path, on_bad_record, *, options)`` returns.
+
+    Building one looks at names and sizes only, and refuses what is not there with a ConfigError.
+    """
+
+    name: str
+    description: str
+    fingerprint: str
+    """Equal only where the documents are; cheap: names, sizes and times, not content."""
+    num_pieces: int
+    """Fixed by the data alone. Pieces of a few MB let several processes share the work of reading."""
+
+    def read(self, piece: int) -> Iterator[str | Passage | Skipped]:
+        """Documents of piece 0 <= ``piece`` < ``num_pieces``, always the same; all pieces in order are the data."""
+        ...
+
+
+@runtime_checkable
+class TokenSource(Protocol):
+    """What a builder returns instead whose data are tokens already: no tokenizer is asked, BOS and EOS are as they lie.
+
+    Building one looks at names, sizes and headers only.
+    """
+
+    name: str
+    description: str
+
+    def open(self) -> Tokens:
+        """The tokens, mapped into memory; ConfigError where files are damaged or do not belong together."""
+        ...
+
+
+DATASETS: Registry[Any] = Registry("dataset", home=__name__, receives=("path", "on_bad_record"))
+
+
+def needed(path: str | None, name: str) -> str:
+    """``path``; ConfigError where there is none."""
+    if path is None:
+        raise ConfigError(KEY, f"the dataset {name} needs a file, a folder or a glob here")
+    return path

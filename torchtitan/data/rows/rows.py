@@ -1,0 +1,53 @@
+"""Rows: what a training row is, and the order in which an epoch takes them.
+
+What makes up a row of a kind is in the module of that kind; which rows a rank takes at a step, in loader.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from typing import Protocol
+
+import torch
+
+_ROUNDS = 6
+_MASK = (1 << 64) - 1
+
+
+class Rows(Protocol):
+    """An endless table of training rows."""
+
+    seq_len: int
+    fingerprint: str
+    """Equal only where every row is; for who resumes, to tell that the data is still the same."""
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, labels and positions of row ``row`` >= 0, each int64 ``[seq]``; not to be written to."""
+        ...
+
+
+@functools.lru_cache(maxsize=8)
+def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    """Keys of the permutation of one epoch."""
+    digest = hashlib.shake_128(f"epoch {epoch} of seed {seed}".encode()).digest(8 * _ROUNDS)
+    return tuple(int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8))
+
+
+def permute(index: int, size: int, keys: tuple[int, ...]) -> int:
+    """Where a pseudo-random permutation of ``range(size)`` sends ``index``: no table, so any size starts at once.
+
+    A Feistel network on pairs (left, right) of numbers below the root of ``size``, walked on while it leads
+    outside (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    """
+    side = math.isqrt(size - 1) + 1
+    while True:
+        left, right = divmod(index, side)
+        for key in keys:
+            mixed = ((right ^ key) * 0x9E3779B97F4A7C15) & _MASK
+            mixed = ((mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93) & _MASK
+            left, right = right, (left + (mixed >> 32)) % side
+        index = left * side + right
+        if index < size:
+            return index

@@ -1,0 +1,33 @@
+"""Bytes of UTF-8 as tokens.
+
+Nothing else belongs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer
+
+
+class BytesTokenizer:
+    """UTF-8 bytes as ids 0 to 255; it has no BOS and EOS of its own."""
+
+    name = "bytes"
+    vocab_size = 256
+    bos_id: int | None = None
+    eos_id: int | None = None
+    fingerprint = "utf-8"
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # Ids that the config added as BOS and EOS lie above the bytes and have no text.
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+@TOKENIZERS.register("bytes")
+def build_bytes_tokenizer(path: str) -> Tokenizer:
+    """Bytes: needs no file; ids for BOS and EOS come from ``data.bos_id`` and ``data.eos_id``."""
+    return BytesTokenizer()

@@ -1,0 +1,135 @@
+"""A piece of text becomes ids: in batches for the tokenizer, long documents in parts, BOS and EOS around each document.
+
+Which pieces there are is the source's; where the ids of all pieces go, the business of who asks for them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan.data.datasets import Passage, Skipped, TextSource
+from torchtitan.data.files import PLACES_TO_CUT
+from torchtitan.data.tokenizer import Tokenizer, required_vocab_size
+from torchtitan.data.tokens.datatrove import id_dtype
+
+_SEGMENT_CHARACTERS = 1 << 16
+_BATCH_CHARACTERS = 1 << 21
+_PLACES_TO_CUT = [re.compile(pattern) for pattern in PLACES_TO_CUT]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What turns text into ids; ``bos_id`` and ``eos_id`` stand around each document where they are not None."""
+
+    tokenizer: Tokenizer
+    bos_id: int | None
+    eos_id: int | None
+
+    @property
+    def limit(self) -> int:
+        """All ids are below it."""
+        return required_vocab_size(self.tokenizer, self.bos_id, self.eos_id)
+
+    @property
+    def dtype(self) -> str:
+        """What ids are stored as."""
+        return id_dtype(self.limit)
+
+    def facts(self) -> dict[str, Any]:
+        """Equal only where the same text gives the same ids."""
+        return {"tokenizer": self.tokenizer.fingerprint, "bos_id": self.bos_id, "eos_id": self.eos_id}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Ids of a piece of text, ``[tokens]``; how many of them there are up to the end of each document that ends here,
+    int64 ``[documents]``; and what to count."""
+
+    ids: npt.NDArray[Any]
+    ends: npt.NDArray[np.int64]
+    skipped: int
+    text_bytes: int
+    first_skipped: str
+
+    def write(self, path: Path) -> None:
+        with open(path, "wb") as file:
+            np.savez(
+                file,
+                ids=self.ids,
+                ends=self.ends,
+                counts=np.array([self.skipped, self.text_bytes]),
+                first_skipped=np.array(self.first_skipped),
+            )
+
+    @staticmethod
+    def read(path: Path) -> Piece:
+        with np.load(path) as content:
+            skipped, text_bytes = content["counts"].tolist()
+            return Piece(content["ids"], content["ends"], skipped, text_bytes, str(content["first_skipped"]))
+
+
+def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
+    """The ids of one piece of a source."""
+    tokenizer, limit = encoding.tokenizer, encoding.limit
+    chunks: list[npt.NDArray[Any]] = []
+    ends: list[int] = []
+    segments: list[tuple[str, bool, bool]] = []
+    tokens = skipped = text_bytes = waiting = 0
+    first_skipped = ""
+
+    def encode() -> None:
+        nonlocal tokens
+        flat: list[int] = []
+        encoded = tokenizer.encode_batch([text for text, _, _ in segments])
+        for (_, opens, closes), ids in zip(segments, encoded, strict=True):
+            if opens and encoding.bos_id is not None:
+                flat.append(encoding.bos_id)
+            flat.extend(ids)
+            if closes and encoding.eos_id is not None:
+                flat.append(encoding.eos_id)
+            if closes:
+                ends.append(tokens + len(flat))
+        if not all(0 <= edge < limit for edge in (min(flat, default=0), max(flat, default=0))):
+            raise ValueError(f"tokenizer {tokenizer.name} gave an id outside its {tokenizer.vocab_size}")
+        chunks.append(np.array(flat, dtype=encoding.dtype))
+        tokens += len(flat)
+        segments.clear()
+
+    for found in source.read(piece):
+        if isinstance(found, Skipped):
+            first_skipped = first_skipped or str(found)
+            skipped += 1
+            continue
+        passage = Passage(found, True, True) if isinstance(found, str) else found
+        text_bytes += len(passage.text.encode())
+        for segment in _segments(passage):
+            segments.append(segment)
+            waiting += len(segment[0])
+            if waiting >= _BATCH_CHARACTERS:
+                encode()
+                waiting = 0
+    encode()
+    return Piece(np.concatenate(chunks), np.array(ends, np.int64), skipped, text_bytes, first_skipped)
+
+
+def _segments(passage: Passage) -> Iterator[tuple[str, bool, bool]]:
+    """Text, opens, closes of parts of a passage: small enough for memory and many enough for all cores.
+
+    Cut at an end of a line (``PLACES_TO_CUT``); where there is none, anywhere.
+    """
+    text, start = passage.text, 0
+    while len(text) - start > 2 * _SEGMENT_CHARACTERS:
+        stop = start + _SEGMENT_CHARACTERS
+        places = (pattern.search(text, stop, stop + _SEGMENT_CHARACTERS) for pattern in _PLACES_TO_CUT)
+        place = next(filter(None, places), None)
+        stop = place.end() if place else stop
+        yield text[start:stop], passage.opens and start == 0, False
+        start = stop
+    yield text[start:], passage.opens and start == 0, passage.closes
