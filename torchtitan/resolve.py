@@ -22,8 +22,9 @@ from torchtitan.checkpoint.manifest import Manifest, damage
 from torchtitan.checkpoint.places import check_remote, is_local, place
 from torchtitan.checkpoint.storage import StepFolders, check_start, find_step, is_complete, step_folders
 from torchtitan.config import JobConfig
-from torchtitan.data.datasets import DATASETS, TextSource
+from torchtitan.data.blend import Blend, plan_blend, plan_one
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
+from torchtitan.data.tokens.encode import Encoding
 from torchtitan.distributed.convert import convert_model
 from torchtitan.distributed.spread import Spread, micro_batches, plan_spread
 from torchtitan.errors import CheckpointError, ConfigError
@@ -47,10 +48,8 @@ class Job:
     spread: Spread
     spec: ModelSpec
     args: Any
-    source: TextSource
-    tokenizer: Tokenizer
-    bos_id: int | None
-    eos_id: int | None
+    blend: Blend
+    encoding: Encoding | None
     loss: Loss
     converters: list[Converter]
     optimizer: OptimizerPlan
@@ -89,15 +88,12 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     micro_batches(
         spread, training.local_batch_size * spread.degrees.readers if rows == -1 else rows, training.local_batch_size
     )
-
-    tokenizer = bound(TOKENIZERS, config.tokenizer, "tokenizer")(model.hf_assets_path)
-    bos_id, eos_id = resolve_special_ids(
-        tokenizer, add_bos=data.add_bos, add_eos=data.add_eos, bos_id=data.bos_id, eos_id=data.eos_id
+    blend = (
+        plan_blend(data.sources, data.on_bad_record)
+        if data.sources
+        else plan_one(training.dataset, training.dataset_path, data.args, data.on_bad_record)
     )
-    _check_vocabulary(args.vocab_size, tokenizer, bos_id, eos_id)
-    source = DATASETS.bind(training.dataset, data.args, key="training.dataset")(
-        training.dataset_path, on_bad_record=data.on_bad_record
-    )
+    encoding = _encoding(config, args.vocab_size) if blend.reads_text else None
 
     optimizer = plan_optimizer(
         config.optimizer.name,
@@ -112,10 +108,8 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         spread=spread,
         spec=spec,
         args=args,
-        source=source,
-        tokenizer=tokenizer,
-        bos_id=bos_id,
-        eos_id=eos_id,
+        blend=blend,
+        encoding=encoding,
         loss=bound(LOSSES, config.loss, "loss")(),
         converters=converters,
         optimizer=optimizer,
@@ -254,6 +248,17 @@ def _check_model(spec: ModelSpec, args: Any, converters: Sequence[Converter]) ->
     except LookupError as error:
         raise ConfigError("model.name", f"the tables of this family do not fit its model: {error}") from None
     return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _encoding(config: JobConfig, vocab_size: int) -> Encoding:
+    """How text becomes ids, all of them below ``vocab_size``."""
+    data = config.data
+    tokenizer = bound(TOKENIZERS, config.tokenizer, "tokenizer")(config.model.hf_assets_path)
+    bos_id, eos_id = resolve_special_ids(
+        tokenizer, add_bos=data.add_bos, add_eos=data.add_eos, bos_id=data.bos_id, eos_id=data.eos_id
+    )
+    _check_vocabulary(vocab_size, tokenizer, bos_id, eos_id)
+    return Encoding(tokenizer, bos_id, eos_id)
 
 
 def _check_vocabulary(vocab_size: int, tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:

@@ -4,7 +4,7 @@ What a part does is in its room; what is said in the configuration is bound in `
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,8 @@ from torchtitan import __version__
 from torchtitan.data.batch import Batch
 from torchtitan.data.loader import build_loader
 from torchtitan.data.rows.concat import ConcatRows
-from torchtitan.data.tokens.cache import open_tokens
+from torchtitan.data.rows.mixture import Mixture, split_fingerprint
+from torchtitan.data.rows.rows import SourceRows
 from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.parallelize import parallelize
@@ -31,7 +32,7 @@ from torchtitan.observe.sinks import RunFiles, build_sinks
 from torchtitan.resilience.guard import GarbageCollection, StopRequest
 from torchtitan.resolve import Job
 from torchtitan.resume import Progress, go_on
-from torchtitan.state import DataPosition, ScheduleStart, TrainState
+from torchtitan.state import DataPosition, DataStage, ScheduleStart, TrainState
 
 
 class NonFiniteError(ArithmeticError):
@@ -51,7 +52,7 @@ class Trainer:
             reduce=getattr(torch, config.training.mixed_precision_reduce),
         )
         self.topology = build_topology(job.spread.degrees, world)
-        rows = self._open_rows()
+        rows, stages = self._open_rows(), job.blend.stages
         self.runner = parallelize(
             job.spec,
             job.args,
@@ -70,19 +71,25 @@ class Trainer:
         self.optimizer = job.optimizer.build(self.runner.named_parameters, map_whole=map_whole)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
-        self.progress = Progress(TrainState(), DataPosition(rows.fingerprint), ScheduleStart())
+        position = DataPosition(
+            [DataStage(stage.from_step, split_fingerprint(stage.weights, rows), stage.key) for stage in stages]
+        )
+        self.progress = Progress(TrainState(), position, ScheduleStart())
         self.checkpointer = go_on(
             job, world, self.progress, parameters=self.runner.named_parameters, optimizer=self.optimizer
         )
         self.micro_batches = self._count_micro_batches()
+        begins = position.place_stages(self.state.step, self.state.global_batch_size)
+        self.mixture = Mixture(rows, [(begin, stage.weights) for begin, stage in zip(begins, stages, strict=True)])
+        self._check_epochs(rows)
         self.loader = build_loader(
-            rows,
+            self.mixture,
             global_batch_size=self.state.global_batch_size,
             ranks=job.spread.degrees.readers,
             rank=self.topology.reader_rank,
             local_batch_size=config.training.local_batch_size,
             multiple_of=job.spread.rows_multiple,
-            first_row=self.progress.position.next_row,
+            first_row=position.next_row,
             num_workers=config.training.dataloader.num_workers,
             prefetch_factor=config.training.dataloader.prefetch_factor,
             pin_memory=config.training.dataloader.pin_memory,
@@ -189,18 +196,32 @@ class Trainer:
 
     # Wiring
 
-    def _open_rows(self) -> ConcatRows:
+    def _open_rows(self) -> dict[str, SourceRows]:
+        """The rows of each source of the data."""
         job, data = self.job, self.job.config.data
-        tokens = open_tokens(
-            job.source,
-            job.tokenizer,
-            bos_id=job.bos_id,
-            eos_id=job.eos_id,
-            cache_folder=data.cache_folder,
-            rank=self.world.rank,
-            ranks=self.world.size,
+        opened = job.blend.open(
+            job.encoding, cache_folder=data.cache_folder, rank=self.world.rank, ranks=self.world.size
         )
-        return ConcatRows(tokens, seq_len=job.config.training.seq_len, shuffle=data.shuffle, seed=job.config.debug.seed)
+        return {
+            name: ConcatRows(
+                tokens, seq_len=job.config.training.seq_len, shuffle=data.shuffle, seed=job.config.debug.seed
+            )
+            for name, tokens in opened.items()
+        }
+
+    def _check_epochs(self, rows: Mapping[str, SourceRows]) -> None:
+        """ConfigError if the run would read a source more often than it may."""
+        most = self.job.config.data.max_epochs
+        if most is None:
+            return
+        last = self.progress.position.next_row + (self.steps - self.state.step) * self.state.global_batch_size
+        for name, count in self.mixture.counts(last).items():
+            if count > most * (held := rows[name].rows_per_epoch):
+                raise ConfigError(
+                    "data.max_epochs",
+                    f"{name} has {held:,} rows an epoch, and step {self.steps} would be at its row {count:,}; take "
+                    "fewer steps, more data or another weight",
+                )
 
     def _count_micro_batches(self) -> int:
         training, rows = self.job.config.training, self.state.global_batch_size
@@ -224,13 +245,14 @@ class Trainer:
             f"in {_short(precision.storage)}, computed in {_short(precision.param)}, reduced in "
             f"{_short(precision.reduce)}"
         )
-        tokenizer, rows = self.job.tokenizer, self.job.args.vocab_size
-        logger.info(f"tokenizer {tokenizer.name}: ids up to {tokenizer.vocab_size - 1} of {rows}")
-        if 2 * tokenizer.vocab_size < rows:
-            logger.warning(
-                f"most of the model's {rows} rows stand for no id of this tokenizer; is model.hf_assets_path "
-                "(or tokenizer.name) the one that is meant?"
-            )
+        if self.job.encoding is not None:
+            tokenizer, rows = self.job.encoding.tokenizer, self.job.args.vocab_size
+            logger.info(f"tokenizer {tokenizer.name}: ids up to {tokenizer.vocab_size - 1} of {rows}")
+            if 2 * tokenizer.vocab_size < rows:
+                logger.warning(
+                    f"most of the model's {rows} rows stand for no id of this tokenizer; is model.hf_assets_path "
+                    "(or tokenizer.name) the one that is meant?"
+                )
         ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
         logger.info(
             f"{ranks}: {spread.degrees}; global batch "
@@ -280,8 +302,16 @@ class Trainer:
                 steps=clock.steps,
                 seconds=time.perf_counter() - clock.start,
                 data_seconds=clock.data_seconds,
+                source_tokens=self._source_tokens(),
             )
         )
+
+    def _source_tokens(self) -> dict[str, int]:
+        """How many tokens of each source the run has been given, by the blend of its data."""
+        if not self.job.config.data.sources:
+            return {}
+        counts = self.mixture.counts(self.progress.position.next_row)
+        return {name: rows * self.job.config.training.seq_len for name, rows in counts.items()}
 
     def _by_reader(self, value: float) -> list[float]:
         """The sum of ``value`` over the ranks that read the same rows, for each such group of ranks."""

@@ -162,6 +162,8 @@ class Data(Section):
     order: Literal["native"] = key("native", "order of the sequences: the same on any number of ranks")
     packing: Literal["concat"] = key("concat", "documents one after the other, cut into windows")
     args: dict[str, Any] = key({}, "options of the data set")
+    sources: list[dict[str, Any]] = key([], "tables of several data sets, blended by their weights, in stages")
+    max_epochs: int | None = key(None, "refuse to read a source more often than this; none: as often as it takes", ge=1)
 
 
 class Parallelism(Section):
@@ -302,6 +304,11 @@ class JobConfig(Section):
                 "training.dataloader.prefetch_factor",
                 "there are no workers to prepare batches; set training.dataloader.num_workers as well",
             )
+        if self.data.sources:
+            one = {"dataset_path": None, "dataset": Training.model_fields["dataset"].default}
+            for name, unused in one.items():
+                if getattr(self.training, name) != unused:
+                    raise ConfigError(f"training.{name}", "data.sources names the data sets; leave this out")
         if not self.checkpoint.enable:
             for name, off in (("initial_load_path", None), ("load_step", -1)):
                 if getattr(self.checkpoint, name) != off:

@@ -6,12 +6,12 @@ Where a record goes is in ``sinks.py``; nothing is reduced over ranks here, the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchtitan.log import logger
-from torchtitan.observe.sinks import Record, Sink
+from torchtitan.observe.sinks import SOURCE_TOKENS, Record, Sink
 
 if TYPE_CHECKING:
     from torchtitan.observe.device import Memory
@@ -23,7 +23,7 @@ class StepStats:
 
     ``loss`` is the mean over the valid tokens of the global batch, ``max_loss`` the largest mean of a rank,
     ``tokens_seen`` counts all ranks over the whole run, resumes included; ``data_seconds`` is the share of ``seconds``
-    in which this rank waited for data.
+    in which this rank waited for data. ``source_tokens`` are the share of each source in ``tokens_seen``, of a blend.
     """
 
     step: int
@@ -36,6 +36,7 @@ class StepStats:
     steps: int
     seconds: float
     data_seconds: float
+    source_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 class Metrics:
@@ -118,6 +119,7 @@ class Metrics:
             "step_seconds": stats.seconds / stats.steps,
             "seconds_left": self._seconds_left(stats),
             "wall_time": time.time(),
+            **{f"{SOURCE_TOKENS}{name}": tokens for name, tokens in stats.source_tokens.items()},
         }
 
     def _utilisation(self, flops: float) -> float | None:

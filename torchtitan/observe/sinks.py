@@ -125,7 +125,9 @@ FIELDS = (
     *("step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen", "tps", "tflops", "mfu", "mfu_causal"),
     *("memory_gib", "data_loading_seconds", "step_seconds", "wall_time"),
 )
-"""Of a line of metrics.jsonl, in this order."""
+"""Of a line of metrics.jsonl, in this order; after them come the SOURCE_TOKENS of a blend of data."""
+SOURCE_TOKENS = "source_tokens/"
+"""Begins the names, in a record and everywhere it goes, of the tokens that have come from each source."""
 
 
 class Jsonl:
@@ -141,7 +143,8 @@ class Jsonl:
         self._file = path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
-        line = memoryview(json.dumps({name: _finite(record[name]) for name in FIELDS}).encode() + b"\n")
+        fields = (*FIELDS, *(name for name in record if name.startswith(SOURCE_TOKENS)))
+        line = memoryview(json.dumps({name: _finite(record[name]) for name in fields}).encode() + b"\n")
         start = self._file.seek(0, os.SEEK_END)
         try:
             while line:
@@ -222,7 +225,8 @@ SCALARS = {
 
 def scalars(record: Record) -> dict[str, float]:
     """What of the record applies, by the names of dashboards."""
-    return {tag: value for tag, name in SCALARS.items() if (value := record[name]) is not None}
+    sources = {name: name for name in record if name.startswith(SOURCE_TOKENS)}
+    return {tag: value for tag, name in (SCALARS | sources).items() if (value := record[name]) is not None}
 
 
 class TensorBoard:

@@ -23,7 +23,7 @@ class ConcatRows:
 
     def __init__(self, tokens: Tokens, *, seq_len: int, shuffle: bool, seed: int) -> None:
         self.seq_len = seq_len
-        self.windows_per_epoch = max(1, len(tokens) // (seq_len + 1))
+        self.rows_per_epoch = max(1, len(tokens) // (seq_len + 1))
         facts = ("concat", tokens.fingerprint, seq_len, shuffle, seed if shuffle else None)
         self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
         self._tokens, self._shuffle, self._seed = tokens, shuffle, seed
@@ -41,5 +41,5 @@ class ConcatRows:
             raise IndexError(f"rows are counted from 0, not {row}")
         if not self._shuffle:
             return row
-        epoch, place = divmod(row, self.windows_per_epoch)
-        return epoch * self.windows_per_epoch + permute(place, self.windows_per_epoch, round_keys(self._seed, epoch))
+        epoch, place = divmod(row, self.rows_per_epoch)
+        return epoch * self.rows_per_epoch + permute(place, self.rows_per_epoch, round_keys(self._seed, epoch))

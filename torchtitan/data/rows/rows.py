@@ -28,6 +28,13 @@ class Rows(Protocol):
         ...
 
 
+class SourceRows(Rows, Protocol):
+    """The rows of one source."""
+
+    rows_per_epoch: int
+    """After so many rows everything has been read once."""
+
+
 @functools.lru_cache(maxsize=8)
 def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     """Keys of the permutation of one epoch."""
