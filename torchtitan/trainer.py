@@ -4,7 +4,7 @@ What a part does is in its room; what is said in the configuration is bound in `
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,9 +13,6 @@ from torch import Tensor
 from torchtitan import __version__
 from torchtitan.data.batch import Batch
 from torchtitan.data.loader import build_loader
-from torchtitan.data.rows.concat import ConcatRows
-from torchtitan.data.rows.mixture import Mixture, split_fingerprint
-from torchtitan.data.rows.rows import SourceRows
 from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.parallelize import parallelize
@@ -25,6 +22,7 @@ from torchtitan.distributed.topology import build_topology
 from torchtitan.distributed.whole import map_whole
 from torchtitan.distributed.world import World, seed_step
 from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.feed import blended, check_epochs, data_stages, open_rows
 from torchtitan.log import logger
 from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_flops
 from torchtitan.observe.metrics import Metrics, StepStats
@@ -32,7 +30,7 @@ from torchtitan.observe.sinks import RunFiles, build_sinks
 from torchtitan.resilience.guard import GarbageCollection, StopRequest
 from torchtitan.resolve import Job
 from torchtitan.resume import Progress, go_on
-from torchtitan.state import DataPosition, DataStage, ScheduleStart, TrainState
+from torchtitan.state import DataPosition, ScheduleStart, TrainState
 
 
 class NonFiniteError(ArithmeticError):
@@ -52,7 +50,7 @@ class Trainer:
             reduce=getattr(torch, config.training.mixed_precision_reduce),
         )
         self.topology = build_topology(job.spread.degrees, world)
-        rows, stages = self._open_rows(), job.blend.stages
+        rows = open_rows(job, rank=world.rank, ranks=world.size)
         self.runner = parallelize(
             job.spec,
             job.args,
@@ -71,17 +69,16 @@ class Trainer:
         self.optimizer = job.optimizer.build(self.runner.named_parameters, map_whole=map_whole)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
-        position = DataPosition(
-            [DataStage(stage.from_step, split_fingerprint(stage.weights, rows), stage.key) for stage in stages]
-        )
+        position = DataPosition(data_stages(job, rows))
         self.progress = Progress(TrainState(), position, ScheduleStart())
         self.checkpointer = go_on(
             job, world, self.progress, parameters=self.runner.named_parameters, optimizer=self.optimizer
         )
         self.micro_batches = self._count_micro_batches()
         begins = position.place_stages(self.state.step, self.state.global_batch_size)
-        self.mixture = Mixture(rows, [(begin, stage.weights) for begin, stage in zip(begins, stages, strict=True)])
-        self._check_epochs(rows)
+        self.mixture = blended(job, rows, begins)
+        steps_left = self.steps - self.state.step
+        check_epochs(job, rows, self.mixture, position.next_row + steps_left * self.state.global_batch_size)
         self.loader = build_loader(
             self.mixture,
             global_batch_size=self.state.global_batch_size,
@@ -195,33 +192,6 @@ class Trainer:
             self.metrics.close()
 
     # Wiring
-
-    def _open_rows(self) -> dict[str, SourceRows]:
-        """The rows of each source of the data."""
-        job, data = self.job, self.job.config.data
-        opened = job.blend.open(
-            job.encoding, cache_folder=data.cache_folder, rank=self.world.rank, ranks=self.world.size
-        )
-        return {
-            name: ConcatRows(
-                tokens, seq_len=job.config.training.seq_len, shuffle=data.shuffle, seed=job.config.debug.seed
-            )
-            for name, tokens in opened.items()
-        }
-
-    def _check_epochs(self, rows: Mapping[str, SourceRows]) -> None:
-        """ConfigError if the run would read a source more often than it may."""
-        most = self.job.config.data.max_epochs
-        if most is None:
-            return
-        last = self.progress.position.next_row + (self.steps - self.state.step) * self.state.global_batch_size
-        for name, count in self.mixture.counts(last).items():
-            if count > most * (held := rows[name].rows_per_epoch):
-                raise ConfigError(
-                    "data.max_epochs",
-                    f"{name} has {held:,} rows an epoch, and step {self.steps} would be at its row {count:,}; take "
-                    "fewer steps, more data or another weight",
-                )
 
     def _count_micro_batches(self) -> int:
         training, rows = self.job.config.training, self.state.global_batch_size
