@@ -92,7 +92,13 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
 
     tokenizer = bound(TOKENIZERS, config.tokenizer, "tokenizer")(model.hf_assets_path)
     bos_id, eos_id = resolve_special_ids(
-        tokenizer, add_bos=data.add_bos, add_eos=data.add_eos, bos_id=data.bos_id, eos_id=data.eos_id
+        tokenizer,
+        add_bos=data.add_bos,
+        add_eos=data.add_eos,
+        bos_id=data.bos_id,
+        eos_id=data.eos_id,
+        bos_token=data.bos_token,
+        eos_token=data.eos_token,
     )
     _check_vocabulary(args.vocab_size, tokenizer, bos_id, eos_id)
     source = DATASETS.bind(training.dataset, data.args, key="training.dataset")(
