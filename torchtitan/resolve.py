@@ -255,7 +255,13 @@ def _encoding(config: JobConfig, vocab_size: int) -> Encoding:
     data = config.data
     tokenizer = bound(TOKENIZERS, config.tokenizer, "tokenizer")(config.model.hf_assets_path)
     bos_id, eos_id = resolve_special_ids(
-        tokenizer, add_bos=data.add_bos, add_eos=data.add_eos, bos_id=data.bos_id, eos_id=data.eos_id
+        tokenizer,
+        add_bos=data.add_bos,
+        add_eos=data.add_eos,
+        bos_id=data.bos_id,
+        eos_id=data.eos_id,
+        bos_token=data.bos_token,
+        eos_token=data.eos_token,
     )
     _check_vocabulary(vocab_size, tokenizer, bos_id, eos_id)
     return Encoding(tokenizer, bos_id, eos_id)

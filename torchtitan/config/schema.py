@@ -80,7 +80,7 @@ class Model(Section):
     name: str = key("llama3", "family of models")
     flavor: str = key("debugmodel", "size within the family")
     hf_assets_path: PathText = key(
-        "", "folder with tokenizer.json, or that file; empty: the small tokenizer of the debug model"
+        "", "file of the tokenizer, or the folder that holds it; empty: the small tokenizer of the debug model"
     )
     args: dict[str, Any] = key({}, "hyper-parameters in place of the flavor's, such as n_layers")
     converters: list[str] = key(
@@ -157,6 +157,8 @@ class Data(Section):
     add_eos: bool = key(True, "put the EOS token after each document")
     bos_id: int | None = key(None, "id of BOS; none: the tokenizer's", ge=0)
     eos_id: int | None = key(None, "id of EOS; none: the tokenizer's", ge=0)
+    bos_token: str | None = key(None, "BOS by its name in the vocabulary, in place of an id", min_length=1)
+    eos_token: str | None = key(None, "EOS by its name in the vocabulary, in place of an id", min_length=1)
     on_bad_record: Literal["raise", "skip"] = key("raise", "what an unreadable record does")
     cache_folder: PathText = key("", "folder of tokenized data; empty: the user's cache folder")
     order: Literal["native"] = key("native", "order of the sequences: the same on any number of ranks")
@@ -298,6 +300,9 @@ class JobConfig(Section):
                 "lr_scheduler.total_steps",
                 f"the curve ends before training.steps={steps}; make it at least that, or leave it out",
             )
+        for which in ("bos", "eos"):
+            if getattr(self.data, f"{which}_token") is not None and getattr(self.data, f"{which}_id") is not None:
+                raise ConfigError(f"data.{which}_token", f"data.{which}_id is given as well; keep one of them")
         loader = self.training.dataloader
         if loader.prefetch_factor is not None and loader.num_workers == 0:
             raise ConfigError(
