@@ -84,6 +84,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         world_size=world_size,
         seq_len=training.seq_len,
         local_batch_size=training.local_batch_size,
+        mask="causal" if data.packing == "concat" else "documents",
     )
     rows = training.global_batch_size
     micro_batches(

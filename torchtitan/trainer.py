@@ -13,7 +13,8 @@ from torch import Tensor
 from torchtitan import __version__
 from torchtitan.data.batch import Batch
 from torchtitan.data.loader import build_loader
-from torchtitan.data.rows.concat import ConcatRows
+from torchtitan.data.rows.build import build_rows
+from torchtitan.data.rows.rows import Rows
 from torchtitan.data.tokens.cache import open_tokens
 from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
@@ -189,7 +190,7 @@ class Trainer:
 
     # Wiring
 
-    def _open_rows(self) -> ConcatRows:
+    def _open_rows(self) -> Rows:
         job, data = self.job, self.job.config.data
         tokens = open_tokens(
             job.source,
@@ -200,7 +201,14 @@ class Trainer:
             rank=self.world.rank,
             ranks=self.world.size,
         )
-        return ConcatRows(tokens, seq_len=job.config.training.seq_len, shuffle=data.shuffle, seed=job.config.debug.seed)
+        return build_rows(
+            tokens,
+            packing=data.packing,
+            seq_len=job.config.training.seq_len,
+            shuffle=data.shuffle,
+            seed=job.config.debug.seed,
+            cache_folder=data.cache_folder,
+        )
 
     def _count_micro_batches(self) -> int:
         training, rows = self.job.config.training, self.state.global_batch_size

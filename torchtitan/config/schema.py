@@ -160,7 +160,11 @@ class Data(Section):
     on_bad_record: Literal["raise", "skip"] = key("raise", "what an unreadable record does")
     cache_folder: PathText = key("", "folder of tokenized data; empty: the user's cache folder")
     order: Literal["native"] = key("native", "order of the sequences: the same on any number of ranks")
-    packing: Literal["concat"] = key("concat", "documents one after the other, cut into windows")
+    packing: Literal["concat", "documents", "best_fit"] = key(
+        "concat",
+        "concat: documents one after the other, cut into windows; documents: the same, none sees another; "
+        "best_fit: none sees another, and whole documents fill the rows",
+    )
     args: dict[str, Any] = key({}, "options of the data set")
 
 
