@@ -5,7 +5,7 @@ Which rows a rank takes at a step is in ``data/loader.py``; where a run stands a
 
 from collections.abc import Mapping, Sequence
 
-from torchtitan.data.rows.concat import ConcatRows
+from torchtitan.data.rows.build import build_rows
 from torchtitan.data.rows.mixture import Mixture, split_fingerprint
 from torchtitan.data.rows.rows import SourceRows
 from torchtitan.errors import ConfigError
@@ -18,7 +18,14 @@ def open_rows(job: Job, *, rank: int = 0, ranks: int = 1) -> dict[str, SourceRow
     data, training = job.config.data, job.config.training
     opened = job.blend.open(job.encoding, cache_folder=data.cache_folder, rank=rank, ranks=ranks)
     return {
-        name: ConcatRows(tokens, seq_len=training.seq_len, shuffle=data.shuffle, seed=job.config.debug.seed)
+        name: build_rows(
+            tokens,
+            packing=data.packing,
+            seq_len=training.seq_len,
+            shuffle=data.shuffle,
+            seed=job.config.debug.seed,
+            cache_folder=data.cache_folder,
+        )
         for name, tokens in opened.items()
     }
 

@@ -22,6 +22,7 @@ from torchtitan.checkpoint.manifest import Manifest, damage
 from torchtitan.checkpoint.places import check_remote, is_local, place
 from torchtitan.checkpoint.storage import StepFolders, check_start, find_step, is_complete, step_folders
 from torchtitan.config import JobConfig
+from torchtitan.config.schema import Data
 from torchtitan.data.blend import Blend, plan_blend, plan_one
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
 from torchtitan.data.tokens.encode import Encoding
@@ -49,7 +50,9 @@ class Job:
     spec: ModelSpec
     args: Any
     blend: Blend
+    tokenizer: Tokenizer | None
     encoding: Encoding | None
+    """How text becomes ids; None where all data are ids already, and then a tokenizer may be missing too."""
     loss: Loss
     converters: list[Converter]
     optimizer: OptimizerPlan
@@ -83,6 +86,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         world_size=world_size,
         seq_len=training.seq_len,
         local_batch_size=training.local_batch_size,
+        mask="causal" if data.packing == "concat" else "documents",
     )
     rows = training.global_batch_size
     micro_batches(
@@ -93,7 +97,10 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         if data.sources
         else plan_one(training.dataset, training.dataset_path, data.args, data.on_bad_record)
     )
-    encoding = _encoding(config, args.vocab_size) if blend.reads_text else None
+    tokenizer, encoding = None, None
+    if blend.reads_text or model.hf_assets_path:
+        tokenizer = bound(TOKENIZERS, config.tokenizer, "tokenizer")(model.hf_assets_path)
+        encoding = _encoding(data, tokenizer, args.vocab_size) if blend.reads_text else None
 
     optimizer = plan_optimizer(
         config.optimizer.name,
@@ -109,6 +116,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         spec=spec,
         args=args,
         blend=blend,
+        tokenizer=tokenizer,
         encoding=encoding,
         loss=bound(LOSSES, config.loss, "loss")(),
         converters=converters,
@@ -250,10 +258,8 @@ def _check_model(spec: ModelSpec, args: Any, converters: Sequence[Converter]) ->
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def _encoding(config: JobConfig, vocab_size: int) -> Encoding:
+def _encoding(data: Data, tokenizer: Tokenizer, vocab_size: int) -> Encoding:
     """How text becomes ids, all of them below ``vocab_size``."""
-    data = config.data
-    tokenizer = bound(TOKENIZERS, config.tokenizer, "tokenizer")(config.model.hf_assets_path)
     bos_id, eos_id = resolve_special_ids(
         tokenizer,
         add_bos=data.add_bos,

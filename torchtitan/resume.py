@@ -121,6 +121,9 @@ def _take_over(job: Job, start: Start, progress: Progress) -> None:
 
 
 def _tokenizer_folder(job: Job) -> Path | None:
+    if job.tokenizer is None:
+        logger.info("no tokenizer's files are left beside the weights: the data are tokens, and no tokenizer is named")
+        return None
     file = job.tokenizer.file if isinstance(job.tokenizer, DescribedTokenizer) else None
     if file is None:
         logger.info(f"no tokenizer's files are left beside the weights: {job.config.tokenizer.name} has none")

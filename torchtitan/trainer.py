@@ -215,8 +215,8 @@ class Trainer:
             f"in {_short(precision.storage)}, computed in {_short(precision.param)}, reduced in "
             f"{_short(precision.reduce)}"
         )
-        if self.job.encoding is not None:
-            tokenizer, rows = self.job.encoding.tokenizer, self.job.args.vocab_size
+        tokenizer, rows = self.job.tokenizer, self.job.args.vocab_size
+        if tokenizer is not None:
             logger.info(f"tokenizer {tokenizer.name}: ids up to {tokenizer.vocab_size - 1} of {rows}")
             if 2 * tokenizer.vocab_size < rows:
                 logger.warning(

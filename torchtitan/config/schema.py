@@ -162,7 +162,11 @@ class Data(Section):
     on_bad_record: Literal["raise", "skip"] = key("raise", "what an unreadable record does")
     cache_folder: PathText = key("", "folder of tokenized data; empty: the user's cache folder")
     order: Literal["native"] = key("native", "order of the sequences: the same on any number of ranks")
-    packing: Literal["concat"] = key("concat", "documents one after the other, cut into windows")
+    packing: Literal["concat", "documents", "best_fit"] = key(
+        "concat",
+        "concat: documents one after the other, cut into windows; documents: the same, none sees another; "
+        "best_fit: none sees another, and whole documents fill the rows",
+    )
     args: dict[str, Any] = key({}, "options of the data set")
     sources: list[dict[str, Any]] = key([], "tables of several data sets, blended by their weights, in stages")
     max_epochs: int | None = key(None, "refuse to read a source more often than this; none: as often as it takes", ge=1)

@@ -39,7 +39,14 @@ class Spread:
 
 
 def plan_spread(
-    keys: Parallelism, spec: ModelSpec, args: Any, *, world_size: int, seq_len: int, local_batch_size: int
+    keys: Parallelism,
+    spec: ModelSpec,
+    args: Any,
+    *,
+    world_size: int,
+    seq_len: int,
+    local_batch_size: int,
+    mask: MaskKind = "causal",
 ) -> Spread:
     """What ``keys`` ask for, for a model and a world of this size; ConfigError if it cannot be had."""
     degrees = Degrees(
@@ -70,6 +77,7 @@ def plan_spread(
         spread_logits=not keys.disable_loss_parallel,
         context_method=method,
         head_tail=head_tail,
+        mask=mask,
         pipeline=pipeline,
         rows_multiple=keys.pipeline_parallel_microbatch_size if pipeline else 1,
     )
