@@ -16,7 +16,7 @@ from torchtitan.state import DataStage
 def open_rows(job: Job, *, rank: int = 0, ranks: int = 1) -> dict[str, SourceRows]:
     """The rows of each source by its name; all ``ranks`` share the work where text is to be tokenised first."""
     data, training = job.config.data, job.config.training
-    opened = job.blend.open(job.encoding, cache_folder=data.cache_folder, rank=rank, ranks=ranks)
+    opened = job.blend.open(job.encoding, job.args.vocab_size, cache_folder=data.cache_folder, rank=rank, ranks=ranks)
     return {
         name: build_rows(
             tokens,

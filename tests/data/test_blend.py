@@ -49,7 +49,7 @@ def test_sources_and_stages(files: Path) -> None:
         (1, {"wiki": Fraction(7, 10), "sources": Fraction(3, 10)}),
         (10, {"wiki": Fraction(1), "books": Fraction(2)}),
     ]
-    tokens = blend.open(Encoding(BytesTokenizer(), None, None), cache_folder=str(files / "cache"), rank=0, ranks=1)
+    tokens = blend.open(Encoding(BytesTokenizer(), None, None), 256, cache_folder=str(files / "cache"), rank=0, ranks=1)
     assert {name: bytes(t.window(0, len(t)).tolist()).decode() for name, t in tokens.items()} == {
         "wiki": "text of wiki",
         "sources": "text of code",
@@ -96,7 +96,7 @@ def test_what_is_refused(files: Path, tables: list[dict[str, Any]], message: str
 def test_a_bad_record_names_the_source(files: Path) -> None:
     blend = planned(WIKI, {"dataset": "jsonl", "dataset_path": "bad.jsonl"})
     with pytest.raises(ConfigError, match=r"^data.sources\[1\].dataset_path: .*bad.jsonl:2: no key 'text'"):
-        blend.open(Encoding(BytesTokenizer(), None, None), cache_folder=str(files / "cache"), rank=0, ranks=1)
+        blend.open(Encoding(BytesTokenizer(), None, None), 256, cache_folder=str(files / "cache"), rank=0, ranks=1)
 
 
 @pytest.mark.parametrize("other", ["--training.dataset=text", "--training.dataset_path=wiki.txt"])

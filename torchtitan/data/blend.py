@@ -50,13 +50,16 @@ class Blend:
         """Whether there is anything to tokenise."""
         return any(not isinstance(source.data, TokenSource) for source in self.sources.values())
 
-    def open(self, encoding: Encoding | None, *, cache_folder: str, rank: int, ranks: int) -> dict[str, Tokens]:
-        """The tokens of every source; all ``ranks`` share the work of tokenising text with ``encoding``."""
+    def open(
+        self, encoding: Encoding | None, vocab_size: int, *, cache_folder: str, rank: int, ranks: int
+    ) -> dict[str, Tokens]:
+        """The tokens of every source, ids below ``vocab_size``; all ``ranks`` share the work of tokenising text with
+        ``encoding``."""
         opened: dict[str, Tokens] = {}
         for name, source in self.sources.items():
             with told_under(source.key):
                 if isinstance(source.data, TokenSource):
-                    opened[name] = source.data.open()
+                    opened[name] = source.data.open(vocab_size)
                     continue
                 assert encoding is not None
                 opened[name] = open_tokens(

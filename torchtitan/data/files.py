@@ -121,11 +121,17 @@ def refuse_other_kinds(file: TextFile) -> None:
             head = stream.read(1024)
     except OSError as error:
         raise _cannot_read(error) from None
-    kind = next((kind for magic, kind in _KINDS if head.startswith(magic)), None)
-    if kind is None and b"\x00" in head:
-        kind = "a binary file"
+    kind = kind_of(head)
     if kind is not None:
-        raise ConfigError(KEY, f"{file.path} is {kind}; this dataset reads plain UTF-8 text: convert it first")
+        raise ConfigError(KEY, f"{file.path} is {kind[0]}; this dataset reads plain UTF-8 text: {kind[1]}")
+
+
+def kind_of(head: bytes) -> tuple[str, str] | None:
+    """What a file is that begins with ``head``, and what to do about it; None where it may be text."""
+    found = next((kind for magic, kind in _KINDS if head.startswith(magic)), None)
+    if found is None and b"\x00" in head:
+        found = "a binary file"
+    return None if found is None else (found, "convert it first")
 
 
 def plan_pieces(files: Sequence[TextFile]) -> list[list[Span]]:
