@@ -180,9 +180,6 @@ UNBUILT_CHOICES: dict[str, dict[str, str]] = {
     "data.order": {"source": "the order of foreign loaders"},
     "data.packing": {"documents": "packing by documents", "best_fit": "packing by documents"},
     "training.dataset": {
-        "c4": "reading from the Hugging Face hub",
-        "c4_validation": "reading from the Hugging Face hub",
-        "parquet": "reading parquet",
         "nanoset": "reading Nanotron's tokens",
         "megatron": "reading Megatron's tokens",
     },
