@@ -178,9 +178,6 @@ _add("debug", "mixture of experts", {"moe_force_load_balance": False})
 UNBUILT_CHOICES: dict[str, dict[str, str]] = {
     "data.order": {"source": "the order of foreign loaders"},
     "training.dataset": {
-        "c4": "reading from the Hugging Face hub",
-        "c4_validation": "reading from the Hugging Face hub",
-        "parquet": "reading parquet",
         "nanoset": "reading Nanotron's tokens",
         "megatron": "reading Megatron's tokens",
     },

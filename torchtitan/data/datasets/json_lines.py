@@ -9,9 +9,10 @@ import functools
 import json
 from collections.abc import Iterator
 
+from torchtitan.data.compressed import DamagedError
 from torchtitan.data.datasets import DATASETS, OnBadRecord, Skipped, TextSource, needed
 from torchtitan.data.datasets.running_python import build_python_docs
-from torchtitan.data.datasets.text_files import FileSource, Suffixes, TextKey, not_utf8
+from torchtitan.data.datasets.text_files import Suffixes, TextKey, not_utf8, text_source
 from torchtitan.data.files import Span, read_lines
 from torchtitan.log import note_once
 
@@ -26,10 +27,9 @@ def build_jsonl(
     text_key: TextKey = "text",
     suffixes: Suffixes = _JSONL_SUFFIXES,
 ) -> TextSource:
-    """JSON lines in UTF-8, each one document: a file, a folder or a glob."""
-
+    """JSON lines in UTF-8, compressed or not, each one document: a file, a folder or a glob."""
     reader = functools.partial(_read_jsonl, text_key=text_key)
-    return FileSource("jsonl", needed(path, "jsonl"), suffixes, on_bad_record, reader, text_key)
+    return text_source("jsonl", needed(path, "jsonl"), suffixes, on_bad_record, reader, text_key)
 
 
 @DATASETS.register("c4_test")
@@ -42,6 +42,13 @@ def build_c4_test(path: str | None, on_bad_record: OnBadRecord, *, text_key: Tex
 
 
 def _read_jsonl(span: Span, *, text_key: str) -> Iterator[str | Skipped]:
+    try:
+        yield from _read_lines(span, text_key)
+    except DamagedError as error:
+        yield Skipped(str(error), span.file)
+
+
+def _read_lines(span: Span, text_key: str) -> Iterator[str | Skipped]:
     for offset, line in read_lines(span):
         found: str | Skipped
         try:
