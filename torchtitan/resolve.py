@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,9 @@ from torchtitan.config import JobConfig
 from torchtitan.data.datasets import DATASETS, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
 from torchtitan.distributed.convert import convert_model
-from torchtitan.distributed.spread import Spread, micro_batches, plan_spread
-from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.distributed.spread import Spread, check_lengths, micro_batches, plan_spread
+from torchtitan.errors import CheckpointError, ConfigError, keys_told_as
+from torchtitan.log import logger
 from torchtitan.loss.losses import LOSSES, Loss
 from torchtitan.models.init import find_rule
 from torchtitan.models.spec import MODELS, ModelSpec, roles_of
@@ -40,6 +42,28 @@ from torchtitan.transforms import CONVERTERS, Converter
 
 
 @dataclass(frozen=True)
+class ValidationSource:
+    """Documents to validate on: what they are called (None for the only ones) and the section of their keys."""
+
+    name: str | None
+    section: str
+    source: TextSource
+
+    def keys_told(self) -> AbstractContextManager[None]:
+        """Tells errors of the data set by the keys that name it."""
+        return told_in(self.section)
+
+
+@dataclass(frozen=True)
+class ValidationPlan:
+    """What a round looks at, and in rows and batches of which size."""
+
+    sources: Sequence[ValidationSource]
+    seq_len: int
+    local_batch_size: int
+
+
+@dataclass(frozen=True)
 class Job:
     """A configuration whose every word has been understood, for a world of a given size."""
 
@@ -48,6 +72,7 @@ class Job:
     spec: ModelSpec
     args: Any
     source: TextSource
+    validation: ValidationPlan | None
     tokenizer: Tokenizer
     bos_id: int | None
     eos_id: int | None
@@ -71,12 +96,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         _check_checkpoints(config, spec, args)
     converters = [_converter(name, config) for name in model.converters]
     shapes = _check_model(spec, args, converters)
-    longest = spec.max_seq_len(args)
-    if longest is not None and training.seq_len > longest:
-        raise ConfigError(
-            "training.seq_len",
-            f"the model has positions for {longest} tokens; lower it, or raise model.args.max_seq_len",
-        )
+    _check_positions(spec, args, training.seq_len)
     spread = plan_spread(
         config.parallelism,
         spec,
@@ -113,6 +133,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         spec=spec,
         args=args,
         source=source,
+        validation=_plan_validation(config, spec, args, spread) if config.validation.enable else None,
         tokenizer=tokenizer,
         bos_id=bos_id,
         eos_id=eos_id,
@@ -124,6 +145,42 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         ),
         sinks=_sinks(config),
     )
+
+
+def _check_positions(spec: ModelSpec, args: Any, seq_len: int) -> None:
+    longest = spec.max_seq_len(args)
+    if longest is not None and seq_len > longest:
+        raise ConfigError(
+            "training.seq_len",
+            f"the model has positions for {longest} tokens; lower it, or raise model.args.max_seq_len",
+        )
+
+
+def _plan_validation(config: JobConfig, spec: ModelSpec, args: Any, spread: Spread) -> ValidationPlan:
+    """What ``[validation]`` asks for; ConfigError, on its keys, for what this model cannot look at when so spread."""
+    keys, training = config.validation, config.training
+    seq_len, rows = keys.seq_len or training.seq_len, keys.local_batch_size or training.local_batch_size
+    if keys.seq_len is not None:
+        with keys_told_as({"training.seq_len": "validation.seq_len"}):
+            _check_positions(spec, args, seq_len)
+            check_lengths(spread, spec, args, seq_len)
+    if rows % spread.rows_multiple:
+        raise ConfigError(
+            "validation.local_batch_size",
+            f"is no multiple of parallelism.pipeline_parallel_microbatch_size={spread.rows_multiple}; "
+            f"try {rows // spread.rows_multiple * spread.rows_multiple or spread.rows_multiple}",
+        )
+    if keys.global_batch_size is not None and keys.steps == -1:
+        logger.warning("validation.global_batch_size changes nothing while validation.steps is -1")
+    build = DATASETS.bind(keys.dataset, keys.args, key="validation.dataset")
+    with told_in("validation"):
+        source = build(keys.dataset_path, on_bad_record=config.data.on_bad_record)
+    return ValidationPlan([ValidationSource(None, "validation", source)], seq_len, rows)
+
+
+def told_in(section: str) -> AbstractContextManager[None]:
+    """Tells errors of a data set, which knows itself as the one trained on, by the keys of ``section``."""
+    return keys_told_as({"training.dataset": f"{section}.dataset", "training.dataset_path": f"{section}.dataset_path"})
 
 
 def _converter(name: str, config: JobConfig) -> Converter:

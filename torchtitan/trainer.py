@@ -3,8 +3,7 @@
 What a part does is in its room; what is said in the configuration is bound in ``resolve.py``.
 """
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,9 +11,11 @@ from torch import Tensor
 
 from torchtitan import __version__
 from torchtitan.data.batch import Batch
+from torchtitan.data.datasets import TextSource
 from torchtitan.data.loader import build_loader
 from torchtitan.data.rows.concat import ConcatRows
 from torchtitan.data.tokens.cache import open_tokens
+from torchtitan.data.tokens.store import Tokens
 from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.parallelize import parallelize
@@ -24,7 +25,9 @@ from torchtitan.distributed.topology import build_topology
 from torchtitan.distributed.whole import map_whole
 from torchtitan.distributed.world import World, seed_step
 from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.evaluate import build_evaluator, open_held_out
 from torchtitan.log import logger
+from torchtitan.observe.clock import Clock
 from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_flops
 from torchtitan.observe.metrics import Metrics, StepStats
 from torchtitan.observe.sinks import RunFiles, build_sinks
@@ -51,7 +54,7 @@ class Trainer:
             reduce=getattr(torch, config.training.mixed_precision_reduce),
         )
         self.topology = build_topology(job.spread.degrees, world)
-        rows = self._open_rows()
+        rows, held_out = self._open_rows(), open_held_out(job, self._open_tokens)
         self.runner = parallelize(
             job.spec,
             job.args,
@@ -86,6 +89,14 @@ class Trainer:
             num_workers=config.training.dataloader.num_workers,
             prefetch_factor=config.training.dataloader.prefetch_factor,
             pin_memory=config.training.dataloader.pin_memory,
+        )
+        self.evaluator = build_evaluator(
+            job,
+            held_out,
+            runner=self.runner,
+            topology=self.topology,
+            world=world,
+            global_batch_size=self.state.global_batch_size,
         )
         self.metrics: Metrics | None = None
 
@@ -150,7 +161,7 @@ class Trainer:
         self._log_summary()
         collection = GarbageCollection(config.training.gc_freq)
         batches = iter(self.loader)
-        clock = _Clock()
+        clock = Clock()
         while state.step < self.steps:
             rows = clock.next_of(batches)
             own_valid = sum(batch.num_valid() for batch in rows)
@@ -166,9 +177,13 @@ class Trainer:
             clock.steps += 1
             if state.step in (first_step, self.steps) or state.step % config.metrics.log_freq == 0:
                 self._log(float(loss), float(norm), own_valid, num_valid, clock)
-                clock = _Clock()
+                clock = Clock()
             if state.step == first_step:
                 self.world.set_timeout(config.comm.train_timeout_seconds, list(self.topology.groups()))
+            if self.evaluator is not None and self.evaluator.is_due(state.step):
+                with clock.paused(self.world.device):
+                    for stats in self.evaluator.round(state.step, stop):
+                        self.metrics.validated(stats)
             if self.checkpointer is not None and state.step < self.steps:
                 self.checkpointer.save(state.step)
             collection.step(state.step)
@@ -182,6 +197,8 @@ class Trainer:
     def close(self) -> None:
         """Release loader workers and sinks."""
         self.loader.close()
+        if self.evaluator is not None:
+            self.evaluator.close()
         if self.checkpointer is not None:
             self.checkpointer.close()
         if self.metrics is not None:
@@ -189,18 +206,20 @@ class Trainer:
 
     # Wiring
 
-    def _open_rows(self) -> ConcatRows:
-        job, data = self.job, self.job.config.data
-        tokens = open_tokens(
-            job.source,
-            job.tokenizer,
-            bos_id=job.bos_id,
-            eos_id=job.eos_id,
-            cache_folder=data.cache_folder,
+    def _open_tokens(self, source: TextSource) -> Tokens:
+        return open_tokens(
+            source,
+            self.job.tokenizer,
+            bos_id=self.job.bos_id,
+            eos_id=self.job.eos_id,
+            cache_folder=self.job.config.data.cache_folder,
             rank=self.world.rank,
             ranks=self.world.size,
         )
-        return ConcatRows(tokens, seq_len=job.config.training.seq_len, shuffle=data.shuffle, seed=job.config.debug.seed)
+
+    def _open_rows(self) -> ConcatRows:
+        config, tokens = self.job.config, self._open_tokens(self.job.source)
+        return ConcatRows(tokens, seq_len=config.training.seq_len, shuffle=config.data.shuffle, seed=config.debug.seed)
 
     def _count_micro_batches(self) -> int:
         training, rows = self.job.config.training, self.state.global_batch_size
@@ -263,7 +282,7 @@ class Trainer:
             memory=lambda: memory(device),
         )
 
-    def _log(self, loss: float, norm: float, own_valid: int, num_valid: float, clock: "_Clock") -> None:
+    def _log(self, loss: float, norm: float, own_valid: int, num_valid: float, clock: Clock) -> None:
         losses = self._by_reader(loss / self.topology.degrees.tensor)  # tensor peers hold the same, others parts
         valid = self._by_reader(own_valid / self.topology.degrees.copies)
         means = [loss * num_valid / n for loss, n in zip(losses, valid, strict=True) if n]
@@ -278,7 +297,7 @@ class Trainer:
                 tokens_seen=self.state.tokens_seen,
                 tokens=clock.steps * self.state.global_batch_size * self.job.config.training.seq_len,
                 steps=clock.steps,
-                seconds=time.perf_counter() - clock.start,
+                seconds=clock.seconds,
                 data_seconds=clock.data_seconds,
             )
         )
@@ -292,18 +311,3 @@ class Trainer:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-class _Clock:
-    """Time, steps and time spent waiting for data since the last metric line."""
-
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.steps = 0
-        self.data_seconds = 0.0
-
-    def next_of(self, batches: Iterator[list[Batch]]) -> list[Batch]:
-        start = time.perf_counter()
-        rows = next(batches)
-        self.data_seconds += time.perf_counter() - start
-        return rows

@@ -22,7 +22,7 @@ FLOORS = [
     {"checkpoint", "observe", "resilience"},
     {"state"},
     {"resolve"},
-    {"resume"},
+    {"resume", "evaluate"},
     {"trainer"},
     {"trainers"},
     {"train", "convert"},
