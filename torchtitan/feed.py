@@ -5,9 +5,11 @@ Which rows a rank takes at a step is in ``data/loader.py``; where a run stands a
 
 from collections.abc import Mapping, Sequence
 
+from torchtitan.data.blend import Source
 from torchtitan.data.rows.build import build_rows
 from torchtitan.data.rows.mixture import Mixture, split_fingerprint
 from torchtitan.data.rows.rows import SourceRows
+from torchtitan.data.tokens.store import Tokens
 from torchtitan.errors import ConfigError
 from torchtitan.resolve import Job
 from torchtitan.state import DataStage
@@ -16,18 +18,23 @@ from torchtitan.state import DataStage
 def open_rows(job: Job, *, rank: int = 0, ranks: int = 1) -> dict[str, SourceRows]:
     """The rows of each source by its name; all ``ranks`` share the work where text is to be tokenised first."""
     data, training = job.config.data, job.config.training
-    opened = job.blend.open(job.encoding, job.args.vocab_size, cache_folder=data.cache_folder, rank=rank, ranks=ranks)
     return {
         name: build_rows(
-            tokens,
+            open_source(job, source, rank=rank, ranks=ranks),
             packing=data.packing,
             seq_len=training.seq_len,
             shuffle=data.shuffle,
             seed=job.config.debug.seed,
             cache_folder=data.cache_folder,
         )
-        for name, tokens in opened.items()
+        for name, source in job.blend.sources.items()
     }
+
+
+def open_source(job: Job, source: Source, *, rank: int, ranks: int) -> Tokens:
+    """The tokens of a data set of ``job``."""
+    folder = job.config.data.cache_folder
+    return source.open(job.encoding, job.args.vocab_size, cache_folder=folder, rank=rank, ranks=ranks)
 
 
 def data_stages(job: Job, rows: Mapping[str, SourceRows]) -> list[DataStage]:

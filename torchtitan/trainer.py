@@ -3,8 +3,7 @@
 What a part does is in its room; what is said in the configuration is bound in ``resolve.py``.
 """
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,8 +21,10 @@ from torchtitan.distributed.topology import build_topology
 from torchtitan.distributed.whole import map_whole
 from torchtitan.distributed.world import World, seed_step
 from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.evaluate import build_evaluator, open_held_out
 from torchtitan.feed import blended, check_epochs, data_stages, open_rows
 from torchtitan.log import logger
+from torchtitan.observe.clock import Clock
 from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_flops
 from torchtitan.observe.metrics import Metrics, StepStats
 from torchtitan.observe.sinks import RunFiles, build_sinks
@@ -51,6 +52,7 @@ class Trainer:
         )
         self.topology = build_topology(job.spread.degrees, world)
         rows = open_rows(job, rank=world.rank, ranks=world.size)
+        held_out = open_held_out(job, rank=world.rank, ranks=world.size)
         self.runner = parallelize(
             job.spec,
             job.args,
@@ -90,6 +92,14 @@ class Trainer:
             num_workers=config.training.dataloader.num_workers,
             prefetch_factor=config.training.dataloader.prefetch_factor,
             pin_memory=config.training.dataloader.pin_memory,
+        )
+        self.evaluator = build_evaluator(
+            job,
+            held_out,
+            runner=self.runner,
+            topology=self.topology,
+            world=world,
+            global_batch_size=self.state.global_batch_size,
         )
         self.metrics: Metrics | None = None
 
@@ -154,7 +164,7 @@ class Trainer:
         self._log_summary()
         collection = GarbageCollection(config.training.gc_freq)
         batches = iter(self.loader)
-        clock = _Clock()
+        clock = Clock()
         while state.step < self.steps:
             rows = clock.next_of(batches)
             own_valid = sum(batch.num_valid() for batch in rows)
@@ -170,9 +180,13 @@ class Trainer:
             clock.steps += 1
             if state.step in (first_step, self.steps) or state.step % config.metrics.log_freq == 0:
                 self._log(float(loss), float(norm), own_valid, num_valid, clock)
-                clock = _Clock()
+                clock = Clock()
             if state.step == first_step:
                 self.world.set_timeout(config.comm.train_timeout_seconds, list(self.topology.groups()))
+            if self.evaluator is not None and self.evaluator.is_due(state.step):
+                with clock.paused(self.world.device):
+                    for stats in self.evaluator.round(state.step, stop):
+                        self.metrics.validated(stats)
             if self.checkpointer is not None and state.step < self.steps:
                 self.checkpointer.save(state.step)
             collection.step(state.step)
@@ -186,6 +200,8 @@ class Trainer:
     def close(self) -> None:
         """Release loader workers and sinks."""
         self.loader.close()
+        if self.evaluator is not None:
+            self.evaluator.close()
         if self.checkpointer is not None:
             self.checkpointer.close()
         if self.metrics is not None:
@@ -255,7 +271,7 @@ class Trainer:
             memory=lambda: memory(device),
         )
 
-    def _log(self, loss: float, norm: float, own_valid: int, num_valid: float, clock: "_Clock") -> None:
+    def _log(self, loss: float, norm: float, own_valid: int, num_valid: float, clock: Clock) -> None:
         losses = self._by_reader(loss / self.topology.degrees.tensor)  # tensor peers hold the same, others parts
         valid = self._by_reader(own_valid / self.topology.degrees.copies)
         means = [loss * num_valid / n for loss, n in zip(losses, valid, strict=True) if n]
@@ -270,7 +286,7 @@ class Trainer:
                 tokens_seen=self.state.tokens_seen,
                 tokens=clock.steps * self.state.global_batch_size * self.job.config.training.seq_len,
                 steps=clock.steps,
-                seconds=time.perf_counter() - clock.start,
+                seconds=clock.seconds,
                 data_seconds=clock.data_seconds,
                 source_tokens=self._source_tokens(),
             )
@@ -292,18 +308,3 @@ class Trainer:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-class _Clock:
-    """Time, steps and time spent waiting for data since the last metric line."""
-
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.steps = 0
-        self.data_seconds = 0.0
-
-    def next_of(self, batches: Iterator[list[Batch]]) -> list[Batch]:
-        start = time.perf_counter()
-        rows = next(batches)
-        self.data_seconds += time.perf_counter() - start
-        return rows

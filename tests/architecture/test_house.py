@@ -23,6 +23,7 @@ FLOORS = [
     {"state"},
     {"resolve"},
     {"feed", "resume"},
+    {"evaluate"},
     {"trainer"},
     {"trainers"},
     {"train", "convert"},

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from torchtitan.config import describe_error, load_config
-from torchtitan.data.blend import Blend, plan_blend, plan_one
+from torchtitan.data.blend import Blend, Source, plan_blend, plan_one
 from torchtitan.data.tokenizers.utf8 import BytesTokenizer
 from torchtitan.data.tokens.encode import Encoding
+from torchtitan.data.tokens.store import Tokens
 from torchtitan.errors import ConfigError
 from torchtitan.state import DataPosition, DataStage
 
@@ -24,6 +25,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned(*tables: dict[str, Any]) -> Blend:
     """As a file says it."""
     return plan_blend(load_config([f"--data.sources={text(tables)}"]).data.sources, "raise")
+
+
+def opened(source: Source, folder: Path) -> Tokens:
+    encoding = Encoding(BytesTokenizer(), None, None)
+    return source.open(encoding, 256, cache_folder=str(folder / "cache"), rank=0, ranks=1)
 
 
 def text(tables: tuple[dict[str, Any], ...]) -> str:
@@ -44,12 +50,12 @@ def test_sources_and_stages(files: Path) -> None:
         WIKI | {"from_step": 10},
         {"dataset": "text", "dataset_path": "books.txt", "from_step": 10, "weight": 2},
     )
-    assert list(blend.sources) == ["wiki", "sources", "books"] and blend.reads_text
+    assert list(blend.sources) == ["wiki", "sources", "books"]
     assert [(stage.from_step, dict(stage.weights)) for stage in blend.stages] == [
         (1, {"wiki": Fraction(7, 10), "sources": Fraction(3, 10)}),
         (10, {"wiki": Fraction(1), "books": Fraction(2)}),
     ]
-    tokens = blend.open(Encoding(BytesTokenizer(), None, None), 256, cache_folder=str(files / "cache"), rank=0, ranks=1)
+    tokens = {name: opened(source, files) for name, source in blend.sources.items()}
     assert {name: bytes(t.window(0, len(t)).tolist()).decode() for name, t in tokens.items()} == {
         "wiki": "text of wiki",
         "sources": "text of code",
@@ -96,7 +102,7 @@ def test_what_is_refused(files: Path, tables: list[dict[str, Any]], message: str
 def test_a_bad_record_names_the_source(files: Path) -> None:
     blend = planned(WIKI, {"dataset": "jsonl", "dataset_path": "bad.jsonl"})
     with pytest.raises(ConfigError, match=r"^data.sources\[1\].dataset_path: .*bad.jsonl:2: no key 'text'"):
-        blend.open(Encoding(BytesTokenizer(), None, None), 256, cache_folder=str(files / "cache"), rank=0, ranks=1)
+        opened(blend.sources["bad"], files)
 
 
 @pytest.mark.parametrize("other", ["--training.dataset=text", "--training.dataset_path=wiki.txt"])

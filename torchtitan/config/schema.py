@@ -172,6 +172,26 @@ class Data(Section):
     max_epochs: int | None = key(None, "refuse to read a source more often than this; none: as often as it takes", ge=1)
 
 
+class Validation(Section):
+    """The loss on data that are not trained on"""
+
+    enable: bool = key(False, "after the first step, every freq steps and after the last one")
+    dataset: str = key("c4_validation", "kind of data set")
+    dataset_path: PathText | None = key(None, "its file, folder or glob")
+    args: dict[str, Any] = key({}, "options of the data set")
+    local_batch_size: int | None = key(
+        None, "sequences a rank computes at once; none: training.local_batch_size", ge=1, le=2**24
+    )
+    global_batch_size: int | None = key(
+        None, "sequences that steps counts as one step, over all ranks; none: those of a training step", ge=1, le=2**24
+    )
+    seq_len: int | None = key(None, "tokens of a sequence; none: training.seq_len", ge=1, le=2**27)
+    freq: int = key(10, "steps between two rounds", ge=1)
+    steps: Auto = key(-1, "a round is the first steps x global batch sequences of the data; -1: all of it")
+    sets: list[dict[str, Any]] = key([], "tables of several data sets, each with a name, in place of the one here")
+    dataloader: DataLoader = Field(default_factory=DataLoader)
+
+
 class Parallelism(Section):
     """How the model is spread over the ranks"""
 
@@ -262,6 +282,7 @@ class JobConfig(Section):
     trainer: Trainer = Field(default_factory=Trainer)
     training: Training = Field(default_factory=Training)
     data: Data = Field(default_factory=Data)
+    validation: Validation = Field(default_factory=Validation)
     parallelism: Parallelism = Field(default_factory=Parallelism)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     comm: Comm = Field(default_factory=Comm)
@@ -307,17 +328,20 @@ class JobConfig(Section):
         for which in ("bos", "eos"):
             if getattr(self.data, f"{which}_token") is not None and getattr(self.data, f"{which}_id") is not None:
                 raise ConfigError(f"data.{which}_token", f"data.{which}_id is given as well; keep one of them")
-        loader = self.training.dataloader
-        if loader.prefetch_factor is not None and loader.num_workers == 0:
-            raise ConfigError(
-                "training.dataloader.prefetch_factor",
-                "there are no workers to prepare batches; set training.dataloader.num_workers as well",
-            )
         if self.data.sources:
             one = {"dataset_path": None, "dataset": Training.model_fields["dataset"].default}
             for name, unused in one.items():
                 if getattr(self.training, name) != unused:
                     raise ConfigError(f"training.{name}", "data.sources names the data sets; leave this out")
+        if self.validation.sets and self.validation.dataset_path is not None:
+            raise ConfigError("validation.dataset_path", "validation.sets names the data sets; leave this out")
+        for section in ("training", "validation"):
+            loader = getattr(self, section).dataloader
+            if loader.prefetch_factor is not None and loader.num_workers == 0:
+                raise ConfigError(
+                    f"{section}.dataloader.prefetch_factor",
+                    f"there are no workers to prepare batches; set {section}.dataloader.num_workers as well",
+                )
         if not self.checkpoint.enable:
             for name, off in (("initial_load_path", None), ("load_step", -1)):
                 if getattr(self.checkpoint, name) != off:

@@ -144,24 +144,7 @@ _add(
         "num_fragments": 1,
     },
 )
-_add(
-    "validation",
-    "validation",
-    {
-        "enable": False,
-        "dataset": "c4_validation",
-        "dataset_path": None,
-        "local_batch_size": 8,
-        "seq_len": 2048,
-        "freq": 10,
-        "steps": -1,
-        "dataloader.num_workers": 0,
-        "dataloader.persistent_workers": False,
-        "dataloader.pin_memory": False,
-        "dataloader.prefetch_factor": None,
-        "sets": ABSENT,
-    },
-)
+_add("validation", "validation on several sets", {"sets": ABSENT})
 _add(
     "guard",
     "the guard of a run",

@@ -5,28 +5,48 @@ How rows are drawn from a blend is in rows/mixture.py; what a data set is, in da
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.tables import SOURCES
+from torchtitan.config.tables import SOURCES, TableList
 from torchtitan.data.datasets import DATASETS, OnBadRecord, TextSource, TokenSource
 from torchtitan.data.files import KEY
 from torchtitan.data.tokens.cache import open_tokens
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.store import Tokens
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, keys_told_as
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of a run, and the key that it stands under, such as ``data.sources[1]``; None for [training]'s own."""
+    """A data set of a run. It knows itself as that of [training]; ``told_as`` are its keys if it stands elsewhere."""
 
     data: TextSource | TokenSource
-    key: str | None
+    told_as: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is to be tokenised."""
+        return not isinstance(self.data, TokenSource)
+
+    def open(self, encoding: Encoding | None, vocab_size: int, *, cache_folder: str, rank: int, ranks: int) -> Tokens:
+        """Its tokens, ids below ``vocab_size``; all ``ranks`` share the work of tokenising text with ``encoding``."""
+        with keys_told_as(self.told_as):
+            if isinstance(self.data, TokenSource):
+                return self.data.open(vocab_size)
+            assert encoding is not None
+            return open_tokens(
+                self.data,
+                encoding.tokenizer,
+                bos_id=encoding.bos_id,
+                eos_id=encoding.eos_id,
+                cache_folder=cache_folder,
+                rank=rank,
+                ranks=ranks,
+            )
 
 
 @dataclass(frozen=True)
@@ -45,40 +65,12 @@ class Blend:
     sources: Mapping[str, Source]
     stages: Sequence[Stage]
 
-    @property
-    def reads_text(self) -> bool:
-        """Whether there is anything to tokenise."""
-        return any(not isinstance(source.data, TokenSource) for source in self.sources.values())
-
-    def open(
-        self, encoding: Encoding | None, vocab_size: int, *, cache_folder: str, rank: int, ranks: int
-    ) -> dict[str, Tokens]:
-        """The tokens of every source, ids below ``vocab_size``; all ``ranks`` share the work of tokenising text with
-        ``encoding``."""
-        opened: dict[str, Tokens] = {}
-        for name, source in self.sources.items():
-            with told_under(source.key):
-                if isinstance(source.data, TokenSource):
-                    opened[name] = source.data.open(vocab_size)
-                    continue
-                assert encoding is not None
-                opened[name] = open_tokens(
-                    source.data,
-                    encoding.tokenizer,
-                    bos_id=encoding.bos_id,
-                    eos_id=encoding.eos_id,
-                    cache_folder=cache_folder,
-                    rank=rank,
-                    ranks=ranks,
-                )
-        return opened
-
 
 def plan_one(dataset: str, path: str | None, options: Mapping[str, Any], on_bad_record: OnBadRecord) -> Blend:
     """A run on one data set, which never changes."""
     data = DATASETS.bind(dataset, options, key="training.dataset")(path, on_bad_record=on_bad_record)
     name = _name_of(dataset, path)
-    return Blend({name: Source(data, None)}, [Stage(1, {name: Fraction(1)}, "training.dataset")])
+    return Blend({name: Source(data)}, [Stage(1, {name: Fraction(1)}, "training.dataset")])
 
 
 def plan_blend(tables: Sequence[Mapping[str, Any]], on_bad_record: OnBadRecord) -> Blend:
@@ -86,6 +78,7 @@ def plan_blend(tables: Sequence[Mapping[str, Any]], on_bad_record: OnBadRecord) 
     what does not fit together."""
     sources: dict[str, Source] = {}
     meant: dict[str, Mapping[str, Any]] = {}
+    first: dict[str, str] = {}
     stages: dict[int, tuple[dict[str, Fraction], str]] = {}
     for number, table in enumerate(tables):
         key = f"{SOURCES.key}[{number}]"
@@ -93,13 +86,11 @@ def plan_blend(tables: Sequence[Mapping[str, Any]], on_bad_record: OnBadRecord) 
         path = table.get("dataset_path")
         name = table.get("name") or _name_of(table["dataset"], path)
         if name not in sources:
-            options = {entry: value for entry, value in data_set.items() if entry not in SOURCES.entries}
-            with told_under(key):
-                bound = DATASETS.bind(table["dataset"], options, key=key)
-                sources[name] = Source(bound(path, on_bad_record=on_bad_record), key)
+            sources[name] = bind_table(table, SOURCES, key, on_bad_record)
             meant[name] = data_set
+            first[name] = key
         elif meant[name] != data_set:
-            raise ConfigError(f"{key}.name", f"{name!r} is another data set in {sources[name].key}; give each its own")
+            raise ConfigError(f"{key}.name", f"{name!r} is another data set in {first[name]}; give each its own")
         weights, _ = stages.setdefault(table.get("from_step", 1), ({}, f"{key}.from_step"))
         if name in weights:
             raise ConfigError(f"{key}.name", f"{name!r} is in this blend already; give it a name of its own")
@@ -109,19 +100,27 @@ def plan_blend(tables: Sequence[Mapping[str, Any]], on_bad_record: OnBadRecord) 
     return Blend(sources, [Stage(step, *stages[step]) for step in sorted(stages)])
 
 
-@contextlib.contextmanager
-def told_under(key: str | None) -> Iterator[None]:
-    """Within, an error that names a key of the one data set of [training] names that of the table ``key``."""
-    try:
-        yield
-    except ConfigError as error:
-        if key is not None and error.key is not None:
-            here = {KEY: f"{key}.dataset_path", "training.dataset": f"{key}.dataset", "data.args": key}
-            for own, there in here.items():
-                if error.key == own or error.key.startswith(f"{own}."):
-                    error.key = there + error.key.removeprefix(own)
-                    break
-        raise
+def bind_table(table: Mapping[str, Any], tables: TableList, key: str, on_bad_record: OnBadRecord) -> Source:
+    """The data set of one of ``tables``, which stands under ``key`` with its options beside its entries."""
+    options = {entry: value for entry, value in table.items() if entry not in tables.entries}
+    path = table.get("dataset_path")
+    return bind_source(table["dataset"], path, options, on_bad_record, section=key, options_in=key)
+
+
+def bind_source(
+    dataset: str,
+    path: str | None,
+    options: Mapping[str, Any],
+    on_bad_record: OnBadRecord,
+    *,
+    section: str,
+    options_in: str,
+) -> Source:
+    """The data set that ``section`` names, such as ``data.sources[1]``, with the options that are in ``options_in``."""
+    told_as = {KEY: f"{section}.dataset_path", "training.dataset": f"{section}.dataset", "data.args": options_in}
+    bound = DATASETS.bind(dataset, options, key=options_in)
+    with keys_told_as(told_as):
+        return Source(bound(path, on_bad_record=on_bad_record), told_as)
 
 
 def _name_of(dataset: str, path: str | None) -> str:
