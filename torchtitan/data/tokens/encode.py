@@ -121,7 +121,7 @@ def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
             continue
         passage = Passage(found, True, True) if isinstance(found, str) else found
         text_bytes += len(passage.text.encode())
-        for segment in _segments(passage):
+        for segment in segments_of(passage):
             segments.append(segment)
             waiting += len(segment[0])
             if waiting >= _BATCH_CHARACTERS:
@@ -131,7 +131,7 @@ def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
     return Piece(np.concatenate(chunks), np.array(ends, np.int64), skipped, text_bytes, first_skipped)
 
 
-def _segments(passage: Passage) -> Iterator[tuple[str, bool, bool]]:
+def segments_of(passage: Passage) -> Iterator[tuple[str, bool, bool]]:
     """Text, opens, closes of parts of a passage: small enough for memory and many enough for all cores.
 
     Cut at an end of a line (``PLACES_TO_CUT``); where there is none, anywhere.
