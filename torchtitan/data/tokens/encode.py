@@ -100,7 +100,7 @@ def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
     def encode() -> None:
         nonlocal tokens
         flat: list[int] = []
-        encoded = tokenizer.encode_batch([text for text, _, _ in segments])
+        encoded = encode_segments(tokenizer, [(text, opens) for text, opens, _ in segments])
         for (_, opens, closes), ids in zip(segments, encoded, strict=True):
             before, after = encoding.around(ids, opens=opens, closes=closes)
             flat += before
@@ -129,6 +129,24 @@ def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
                 waiting = 0
     encode()
     return Piece(np.concatenate(chunks), np.array(ends, np.int64), skipped, text_bytes, first_skipped)
+
+
+def encode_segments(tokenizer: Tokenizer, segments: Sequence[tuple[str, bool]]) -> list[list[int]]:
+    """Ids of texts, each of which opens a document or goes on with one.
+
+    What goes on is encoded behind a newline, after which text is cut, and the newline's ids are taken away: some
+    tokenizers put a space before a text (sentencepiece's dummy prefix), which belongs before a document alone.
+    """
+    [newline] = tokenizer.encode_batch(["\n"])
+    found = tokenizer.encode_batch([text if opens else "\n" + text for text, opens in segments])
+    for n, (text, opens) in enumerate(segments):
+        if opens:
+            continue
+        if found[n][: len(newline)] == newline:
+            del found[n][: len(newline)]
+        else:  # it begins with what forms a token with the newline
+            [found[n]] = tokenizer.encode_batch([text])
+    return found
 
 
 def segments_of(passage: Passage) -> Iterator[tuple[str, bool, bool]]:

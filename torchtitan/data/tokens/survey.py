@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from torchtitan.data.datasets import Passage, Skipped, TextSource
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.tokens.encode import segments_of
+from torchtitan.data.tokens.encode import encode_segments, segments_of
 
 _BATCH_CHARACTERS = 1 << 21
 _SHOWN_CHARACTERS = 20
@@ -63,10 +63,15 @@ def survey(
     place = _Place()
     segments: list[tuple[str, bool]] = []
     waiting = 0
+    [newline] = tokenizer.encode_batch(["\n"])
+
+    def decode(ids: list[int], opens: bool) -> str:
+        # Some take a space from where a text begins, as they put one there.
+        return tokenizer.decode(ids) if opens else tokenizer.decode([*newline, *ids]).removeprefix("\n")
 
     def encode() -> None:
         started = time.perf_counter()
-        encoded = tokenizer.encode_batch([text for text, _ in segments])
+        encoded = encode_segments(tokenizer, segments)
         found.encode_seconds += time.perf_counter() - started
         for (text, opens), ids in zip(segments, encoded, strict=True):
             counts = np.bincount(np.array(ids, np.int64), minlength=tokenizer.vocab_size)
@@ -75,7 +80,7 @@ def survey(
             found.counts += counts
             found.ids += ids[: max(keep - len(found.ids), 0)]
             place.enter(opens)
-            if found.difference is None and (decoded := tokenizer.decode(ids)) != text:
+            if found.difference is None and (decoded := decode(ids, opens)) != text:
                 found.difference = place.difference(text, decoded)
             place.pass_by(text)
         segments.clear()
