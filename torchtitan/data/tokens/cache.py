@@ -93,7 +93,7 @@ def open_tokens(
     encoding = Encoding(tokenizer, bos_id, eos_id)
     recipe = {"format": _FORMAT, "source": source.fingerprint, **encoding.facts()}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    folder = Path(cache_folder or _users_cache()).expanduser()
+    folder = Path(cache_folder or users_cache()).expanduser()
     path = folder / f"{source.name}-{digest[:20]}.ds"
     made_from = {**recipe, "source_name": hidden(source.description), "tokenizer_name": tokenizer.name}
     started = time.monotonic()
@@ -135,7 +135,7 @@ def open_tokens(
     return tokens
 
 
-def _users_cache() -> Path:
+def users_cache() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchtitan" / "tokens"
     except RuntimeError:
