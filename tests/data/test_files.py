@@ -1,8 +1,19 @@
+import gzip
 from pathlib import Path
 
 import pytest
 
-from torchtitan.data.files import Span, TextFile, find_files, line_number, plan_pieces, read_lines, read_passage
+from torchtitan.data.files import (
+    Span,
+    TextFile,
+    find_files,
+    line_number,
+    plan_pieces,
+    read_lines,
+    read_passages,
+    refuse_early,
+    refuse_other_kinds,
+)
 from torchtitan.errors import ConfigError
 
 SUFFIXES = [".txt"]
@@ -62,8 +73,8 @@ class TestFind:
         ("head", "kind"),
         [
             (b"PAR1\x15\x04", "parquet"),
-            (b"\x1f\x8b\x08\x00", "gzip"),
-            (b"\x28\xb5\x2f\xfd\x04", "zstandard"),
+            (gzip.compress(b"\x00" * 512), "binary"),
+            (b"x" * 257 + b"ustar", "tar"),
             (b"PK\x03\x04", "zip"),
             ("hello".encode("utf-16"), "UTF-16"),
             (b"\x93NUMPY\x01\x00", "binary"),
@@ -71,7 +82,9 @@ class TestFind:
     )
     def test_other_kinds_are_named(self, tmp_path: Path, head: bytes, kind: str) -> None:
         path = write(tmp_path / "data.txt", head)
-        assert kind in refused(path) and str(path) in refused(path)
+        with pytest.raises(ConfigError) as error:
+            refuse_early(find_files(str(path), SUFFIXES), refuse_other_kinds)
+        assert kind in error.value.problem and str(path) in error.value.problem
 
 
 class TestPieces:
@@ -88,6 +101,14 @@ class TestPieces:
             assert len(own) == 1 or file.size > limit
         assert [s.file.name for s in spans] == sorted(s.file.name for s in spans)
         assert max(sum(s.stop - s.start for s in piece) for piece in pieces) <= limit
+
+    def test_what_cannot_be_cut_is_whole(self) -> None:
+        files = [TextFile(Path(f"{i}.gz"), f"{i}.gz", size, 0) for i, size in enumerate([10, 1 << 30, 0, 20])]
+        assert plan_pieces(files, {files[1]}) == [
+            [Span(files[0], 0, 10)],
+            [Span(files[1], 0, 1 << 30)],
+            [Span(files[2], 0, 0), Span(files[3], 0, 20)],
+        ]
 
     def test_number_stays_bounded(self) -> None:
         assert len(plan_pieces([TextFile(Path("a.txt"), "a.txt", 10 << 30, 0)])) == 512
@@ -118,9 +139,10 @@ def test_passages_join_to_the_file_and_split_no_character(
 ) -> None:
     monkeypatch.setattr("torchtitan.data.files._SEARCH_BYTES", search_bytes)
     path = write(tmp_path / "a.txt", content)
-    passages = [read_passage(span) for span in spans_of(path, width)]
-    assert "".join(part.decode() for _, part in passages) == content
-    assert all(content.encode()[offset:].startswith(part) for offset, part in passages)
+    passages = [part for span in spans_of(path, width) for part in read_passages(span)]
+    assert "".join(part.decode() for _, part, _ in passages) == content
+    assert all(content.encode()[offset:].startswith(part) for offset, part, _ in passages)
+    assert [ends for _, _, ends in passages] == [False] * (len(passages) - 1) + [True]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +156,7 @@ def test_passages_join_to_the_file_and_split_no_character(
 )
 def test_passages_are_cut_between_lines(tmp_path: Path, content: str, passages: list[str]) -> None:
     path = write(tmp_path / "a.txt", content)
-    parts = [part.decode() for _, part in map(read_passage, spans_of(path, 8))]
+    parts = [part.decode() for span in spans_of(path, 8) for _, part, _ in read_passages(span)]
     assert [part for part in parts if part] == passages
 
 

@@ -9,36 +9,39 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from torchtitan.data.compressed import MAGIC_BYTES, DamagedError, compression, is_decompressed, open_text
 from torchtitan.errors import ConfigError
 
 KEY = "training.dataset_path"
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 1 << 18, 1 << 25
 _MANY_FILES = 32
 _SEARCH_BYTES = 1 << 16
+_OPENED_AT_ONCE = 16
 
 PLACES_TO_CUT = (r"(?<=\S)\n(?=\S)", r"\n(?=\S)")
 """Ends of lines, best first: after these a tokenizer that splits text as GPT-2 or Llama 3 gives the same ids as
 for the text in one, for the first always, for the second nearly."""
 _PLACES_TO_CUT = [re.compile(pattern.encode()) for pattern in PLACES_TO_CUT]
 
+_CONVERT = "convert it first"
+_READ_IT = "set training.dataset = {}"
 _KINDS = (
-    (b"PAR1", "a parquet file"),
-    (b"\x1f\x8b", "a gzip archive"),
-    (b"\x28\xb5\x2f\xfd", "a zstandard archive"),
-    (b"\xfd7zXZ\x00", "an xz archive"),
-    (b"PK\x03\x04", "a zip archive"),
-    (b"ARROW1", "an Arrow file"),
-    (b"%PDF-", "a PDF"),
-    (b"SQLite format 3\x00", "an SQLite database"),
-    (b"MMIDIDX\x00\x00", "a Megatron index"),
-    (b"\xff\xfe", "text in UTF-16"),
-    (b"\xfe\xff", "text in UTF-16"),
+    (b"PAR1", "a parquet file", _READ_IT.format("parquet")),
+    (b"MMIDIDX\x00\x00", "a Megatron index", _READ_IT.format("megatron")),
+    (b"PK\x03\x04", "a zip archive", "unpack it first"),
+    (b"ARROW1", "an Arrow file", f"{_READ_IT.format('hub')}, with its folder as path"),
+    (b"%PDF-", "a PDF", _CONVERT),
+    (b"SQLite format 3\x00", "an SQLite database", _CONVERT),
+    (b"\xff\xfe", "text in UTF-16", _CONVERT),
+    (b"\xfe\xff", "text in UTF-16", _CONVERT),
 )
+_TAR_AT, _TAR = 257, b"ustar"
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,19 @@ class Span:
     stop: int
 
 
-def find_files(path: str, suffixes: Sequence[str]) -> list[TextFile]:
+def find_files(path: str, suffixes: Sequence[str], more_endings: Sequence[str] = ()) -> list[TextFile]:
     """The file at ``path``, the files below a folder that end in one of ``suffixes``, or what a glob matches.
 
-    Sorted by name. ConfigError where there is nothing, or nothing but empty or binary files.
+    After a suffix there may stand one of ``more_endings``. Sorted by name. ConfigError where there is nothing, or
+    nothing but empty files.
     """
     given = Path(path).expanduser()
     if given.is_file():
         root, found = given.parent, [given]
     elif given.is_dir():
         root, everything = given, list(_below(given))
-        found = [p for p in everything if p.name.endswith(tuple(suffixes))]
+        endings = tuple(suffix + more for suffix in suffixes for more in ("", *more_endings))
+        found = [p for p in everything if p.name.endswith(endings)]
         if not found:
             others = Counter(p.suffix or "no suffix" for p in everything).most_common(5)
             held = ", ".join(f"{n} with {suffix}" for suffix, n in others) or "no files at all"
@@ -93,9 +98,6 @@ def find_files(path: str, suffixes: Sequence[str]) -> list[TextFile]:
     files.sort(key=lambda f: f.name)
     if not any(f.size for f in files):
         raise ConfigError(KEY, f"there is no text in {path}: its {len(files)} file(s) are empty")
-    # A wrong kind is told before any work where that is cheap, else when the file's turn comes.
-    for text_file in files[:_MANY_FILES]:
-        refuse_other_kinds(text_file)
     return files
 
 
@@ -115,53 +117,84 @@ def _cannot_read(error: OSError) -> ConfigError:
 
 
 def refuse_other_kinds(file: TextFile) -> None:
-    """ConfigError that says what ``file`` is, where it is no UTF-8 text."""
+    """ConfigError that says what ``file`` is, where it is no UTF-8 text, compressed or not."""
     try:
-        with open(file.path, "rb") as stream:
+        with open_text(file.path) as stream:
             head = stream.read(1024)
     except OSError as error:
         raise _cannot_read(error) from None
+    except DamagedError:
+        return  # told by who reads what stands before the damage
     kind = kind_of(head)
     if kind is not None:
-        raise ConfigError(KEY, f"{file.path} is {kind[0]}; this dataset reads plain UTF-8 text: {kind[1]}")
+        raise ConfigError(KEY, f"{file.path} is {kind[0]}; this dataset reads UTF-8 text: {kind[1]}")
 
 
 def kind_of(head: bytes) -> tuple[str, str] | None:
     """What a file is that begins with ``head``, and what to do about it; None where it may be text."""
-    found = next((kind for magic, kind in _KINDS if head.startswith(magic)), None)
-    if found is None and b"\x00" in head:
-        found = "a binary file"
-    return None if found is None else (found, "convert it first")
+    found = next(((kind, remedy) for magic, kind, remedy in _KINDS if head.startswith(magic)), None)
+    if found is None and head[_TAR_AT:].startswith(_TAR):
+        return "a tar archive", "unpack it first"
+    return ("a binary file", _CONVERT) if found is None and b"\x00" in head else found
 
 
-def plan_pieces(files: Sequence[TextFile]) -> list[list[Span]]:
-    """All files in order, in pieces of about equal size; only a file larger than a piece is cut.
+def refuse_early(files: Sequence[TextFile], refuse: Callable[[TextFile], None]) -> None:
+    """Tell of a wrong kind before any work where that is cheap, else it is told when the file's turn comes."""
+    for file in files[:_MANY_FILES]:
+        refuse(file)
 
-    A function of the sizes alone, so that every process plans the same.
+
+def find_compressed(files: Sequence[TextFile]) -> set[TextFile]:
+    """Those of ``files`` that are compressed, and so can be read from their beginning only."""
+
+    def is_compressed(file: TextFile) -> bool:
+        try:
+            with open(file.path, "rb") as stream:
+                return compression(stream.read(MAGIC_BYTES)) is not None
+        except OSError as error:
+            raise _cannot_read(error) from None
+
+    # Only whether a large one may be cut is of interest.
+    large = [file for file in files if file.size > piece_bytes(files)]
+    with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
+        return {file for file, found in zip(large, pool.map(is_compressed, large), strict=True) if found}
+
+
+def piece_bytes(files: Sequence[TextFile]) -> int:
+    """How much of ``files`` makes a piece."""
+    return min(max(sum(f.size for f in files) // 512, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
+
+
+def plan_pieces(files: Sequence[TextFile], uncut: Collection[TextFile] = ()) -> list[list[Span]]:
+    """All files in order, in pieces of about equal size; only a file larger than a piece is cut, and none of ``uncut``.
+
+    A function of the files alone, so that every process plans the same.
     """
-    piece_bytes = min(max(sum(f.size for f in files) // 512, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
+    size = piece_bytes(files)
     pieces: list[list[Span]] = []
     room = 0
     for file in files:
-        for start in range(0, max(file.size, 1), piece_bytes):
-            stop = min(start + piece_bytes, file.size)
+        step = file.size if file in uncut else size
+        for start in range(0, max(file.size, 1), max(step, 1)):
+            stop = min(start + step, file.size)
             if not pieces or stop - start > room:
                 pieces.append([])
-                room = piece_bytes
+                room = size
             pieces[-1].append(Span(file, start, stop))
             room -= stop - start
     return pieces
 
 
 def read_lines(span: Span) -> Iterator[tuple[int, bytes]]:
-    """Byte offset and bytes of each line that begins inside ``span``."""
-    with open(span.file.path, "rb") as stream:
+    """Byte offset and bytes of each line that begins inside ``span``; DamagedError as ``open_text``."""
+    with open_text(span.file.path) as stream:
         position = 0
         if span.start > 0:
             # The line that holds the byte before belongs to the span before.
             position = stream.seek(span.start - 1)
             position += len(stream.readline())
-        while position < span.stop:
+        to_the_end = is_decompressed(stream)  # its span counts other bytes than those of the text
+        while position < span.stop or to_the_end:
             line = stream.readline()
             if not line:
                 return
@@ -169,12 +202,42 @@ def read_lines(span: Span) -> Iterator[tuple[int, bytes]]:
             position += len(line)
 
 
-def read_passage(span: Span) -> tuple[int, bytes]:
-    """Byte offset and bytes of ``span``, both ends moved to where text may be cut (``_cut``)."""
-    with open(span.file.path, "rb") as stream:
+def read_passages(span: Span) -> Iterator[tuple[int, bytes, bool]]:
+    """Byte offset and bytes of ``span``, both ends moved to where text may be cut (``_cut``), and if its file is done.
+
+    In one, but for compressed files, which may become large: those come in blocks; DamagedError as ``open_text``.
+    """
+    with open_text(span.file.path) as stream:
+        if is_decompressed(stream):
+            yield from _read_blocks(stream)
+            return
         start, stop = (_cut(span.file, edge, stream) for edge in (span.start, span.stop))
         stream.seek(start)
-        return start, stream.read(stop - start)
+        yield start, stream.read(stop - start), span.stop == span.file.size
+
+
+def _read_blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
+    """All of ``stream``, cut where text may be cut."""
+    offset, block = 0, bytearray()
+    while found := stream.read1():  # type: ignore[attr-defined]
+        block += found
+        if len(block) < _MAX_PIECE_BYTES:
+            continue
+        places = (list(pattern.finditer(block, len(block) // 2)) for pattern in _PLACES_TO_CUT)
+        best = next(filter(None, places), None)
+        stop = best[-1].end() if best else _whole_characters(block)
+        yield offset, bytes(block[:stop]), False
+        offset += stop
+        del block[:stop]
+    yield offset, bytes(block), True
+
+
+def _whole_characters(block: bytearray) -> int:
+    """How many bytes of ``block`` stand before its last character, which may go on."""
+    stop = len(block) - 1
+    while stop > len(block) - 4 and 0x80 <= block[stop] < 0xC0:
+        stop -= 1
+    return stop
 
 
 def _cut(file: TextFile, offset: int, stream: BinaryIO) -> int:
@@ -201,9 +264,9 @@ def _cut(file: TextFile, offset: int, stream: BinaryIO) -> int:
 def line_number(file: TextFile, offset: int) -> int:
     """Line, counted from 1, in which byte ``offset`` stands. Reads all that is before it."""
     newlines = 0
-    with open(file.path, "rb") as stream:
+    with open_text(file.path) as stream:
         while offset > 0:
-            block = stream.read(min(offset, 1 << 20))
+            block = stream.read1(min(offset, 1 << 20))  # type: ignore[attr-defined]
             if not block:
                 break
             newlines += block.count(b"\n")

@@ -35,12 +35,15 @@ class Skipped:
 
     problem: str
     file: TextFile | None = None
-    offset: int = 0
+    offset: int | None = None
+    """Byte of the text in ``file``, None where the problem says the place itself."""
 
     def __str__(self) -> str:
         # Lines are counted only when somebody reads the message, for it takes reading the file again.
         if self.file is None:
             return self.problem
+        if self.offset is None:
+            return f"{self.file.path}: {self.problem}"
         return f"{self.file.path}:{line_number(self.file, self.offset)}: {self.problem}"
 
 

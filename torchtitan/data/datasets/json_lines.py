@@ -9,9 +9,10 @@ import functools
 import json
 from collections.abc import Iterator
 
+from torchtitan.data.compressed import DamagedError
 from torchtitan.data.datasets import DATASETS, OnBadRecord, Skipped, TextSource, needed
 from torchtitan.data.datasets.running_python import build_python_docs
-from torchtitan.data.datasets.text_files import FileSource, Suffixes, TextKey, not_utf8
+from torchtitan.data.datasets.text_files import Suffixes, TextKey, not_utf8, text_source
 from torchtitan.data.files import Span, read_lines
 from torchtitan.log import note_once
 
@@ -26,22 +27,38 @@ def build_jsonl(
     text_key: TextKey = "text",
     suffixes: Suffixes = _JSONL_SUFFIXES,
 ) -> TextSource:
-    """JSON lines in UTF-8, each one document: a file, a folder or a glob."""
-
+    """JSON lines in UTF-8, compressed or not, each one document: a file, a folder or a glob."""
     reader = functools.partial(_read_jsonl, text_key=text_key)
-    return FileSource("jsonl", needed(path, "jsonl"), suffixes, on_bad_record, reader, text_key)
+    return text_source("jsonl", needed(path, "jsonl"), suffixes, on_bad_record, reader, text_key)
 
 
 @DATASETS.register("c4_test")
 def build_c4_test(path: str | None, on_bad_record: OnBadRecord, *, text_key: TextKey = "text") -> TextSource:
     """The name in configs written for TorchTitan: ``jsonl`` with a path, ``python_docs`` without one."""
+    return _stand_in("c4_test", path, on_bad_record, text_key)
+
+
+@DATASETS.register("c4_validation")
+def build_c4_validation(path: str | None, on_bad_record: OnBadRecord, *, text_key: TextKey = "text") -> TextSource:
+    """TorchTitan's name of what it validates on: ``jsonl`` with a path, ``python_docs`` without one."""
+    return _stand_in("c4_validation", path, on_bad_record, text_key)
+
+
+def _stand_in(name: str, path: str | None, on_bad_record: OnBadRecord, text_key: str) -> TextSource:
     if path is not None:
         return build_jsonl(path, on_bad_record, text_key=text_key)
-    note_once("dataset c4_test has no training.dataset_path, and its text does not ship here: reading python_docs")
+    note_once(f"dataset {name} has no path, and its text does not ship here: reading python_docs")
     return build_python_docs(None, on_bad_record)
 
 
 def _read_jsonl(span: Span, *, text_key: str) -> Iterator[str | Skipped]:
+    try:
+        yield from _read_lines(span, text_key)
+    except DamagedError as error:
+        yield Skipped(str(error), span.file)
+
+
+def _read_lines(span: Span, text_key: str) -> Iterator[str | Skipped]:
     for offset, line in read_lines(span):
         found: str | Skipped
         try:

@@ -11,11 +11,24 @@ from typing import Annotated
 
 from pydantic import Field
 
+from torchtitan.data.compressed import ENDINGS, DamagedError
 from torchtitan.data.datasets import DATASETS, OnBadRecord, Passage, Skipped, TextSource, needed
-from torchtitan.data.files import KEY, Span, find_files, plan_pieces, read_passage, refuse_other_kinds
+from torchtitan.data.files import (
+    KEY,
+    Span,
+    TextFile,
+    find_compressed,
+    find_files,
+    plan_pieces,
+    read_passages,
+    refuse_early,
+    refuse_other_kinds,
+)
 from torchtitan.errors import ConfigError
 
-Suffixes = Annotated[list[str], Field(min_length=1, description="endings of the files read from a folder")]
+Suffixes = Annotated[
+    list[str], Field(min_length=1, description="endings of the files read from a folder, compressed ones as well")
+]
 TextKey = Annotated[str, Field(description="key of the text in each record")]
 
 _TEXT_SUFFIXES = [".txt", ".text", ".md", ".rst"]
@@ -23,34 +36,51 @@ _TEXT_SUFFIXES = [".txt", ".text", ".md", ".rst"]
 
 @DATASETS.register("text")
 def build_text(path: str | None, on_bad_record: OnBadRecord, *, suffixes: Suffixes = _TEXT_SUFFIXES) -> TextSource:
-    """Text files in UTF-8, each one document: a file, a folder or a glob."""
-    return FileSource("text", needed(path, "text"), suffixes, on_bad_record, _read_text)
+    """Text files in UTF-8, compressed or not, each one document: a file, a folder or a glob."""
+    return text_source("text", needed(path, "text"), suffixes, on_bad_record, _read_text)
+
+
+def text_source(
+    name: str,
+    path: str,
+    suffixes: list[str],
+    on_bad_record: OnBadRecord,
+    reader: Callable[[Span], Iterator[str | Passage | Skipped]],
+    *options: str,
+) -> FileSource:
+    """A source of files of text, plain or compressed; ``options`` are what else their documents depend on."""
+    files = find_files(path, suffixes, ENDINGS)
+    pieces = plan_pieces(files, find_compressed(files))
+    source = FileSource(name, path, files, pieces, on_bad_record, reader, refuse_other_kinds, *options)
+    refuse_early(files, refuse_other_kinds)
+    return source
 
 
 class FileSource:
-    """Files cut into pieces; ``reader`` turns one span of a file into documents."""
+    """Files cut into ``pieces``; ``reader`` turns one span of a file into documents, ``refuse`` says no to files of
+    another kind."""
 
     def __init__(
         self,
         name: str,
         path: str,
-        suffixes: list[str],
+        files: list[TextFile],
+        pieces: list[list[Span]],
         on_bad_record: OnBadRecord,
         reader: Callable[[Span], Iterator[str | Passage | Skipped]],
+        refuse: Callable[[TextFile], None],
         *options: str,
     ) -> None:
-        files = find_files(path, suffixes)
         self.name = name
         self.description = f"{len(files)} file(s) with {sum(f.size for f in files) / 1e6:.1f} MB at {path}"
         facts = (name, options, on_bad_record, [(f.name, f.size, f.mtime_ns) for f in files])
         self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
-        self._pieces = plan_pieces(files)
-        self.num_pieces = len(self._pieces)
-        self._on_bad_record, self._reader = on_bad_record, reader
+        self.num_pieces = len(pieces)
+        self._pieces, self._on_bad_record, self._reader, self._refuse = pieces, on_bad_record, reader, refuse
 
     def read(self, piece: int) -> Iterator[str | Passage | Skipped]:
         for span in self._pieces[piece]:
-            refuse_other_kinds(span.file)
+            self._refuse(span.file)
             try:
                 for found in self._reader(span):
                     if isinstance(found, Skipped) and self._on_bad_record == "raise":
@@ -62,16 +92,23 @@ class FileSource:
 
 def _read_text(span: Span) -> Iterator[str | Passage | Skipped]:
     """A file, or the part of it in ``span``. Where a part is skipped, its document still opens and closes."""
-    offset, content = read_passage(span)
-    opens, closes = span.start == 0, span.stop == span.file.size
-    text = ""
+    opened = closed = False
     try:
-        text = content.decode("utf-8-sig" if opens else "utf-8")
-    except UnicodeDecodeError as error:
-        yield Skipped(not_utf8(error), span.file, offset + error.start)
-        if opens and closes:
-            return
-    yield text if opens and closes else Passage(text, opens, closes)
+        for offset, content, closed in read_passages(span):
+            opens = span.start == 0 and not opened
+            text = ""
+            try:
+                text = content.decode("utf-8-sig" if opens else "utf-8")
+            except UnicodeDecodeError as error:
+                yield Skipped(not_utf8(error), span.file, offset + error.start)
+                if opens and closed:
+                    return
+            yield text if opens and closed else Passage(text, opens, closed)
+            opened = True
+    except DamagedError as error:
+        yield Skipped(str(error), span.file)
+        if opened:
+            yield Passage("", False, True)
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:

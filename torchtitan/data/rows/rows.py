@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,35 @@ class Rows(Protocol):
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, labels and positions of row ``row`` >= 0, each int64 ``[seq]``; not to be written to."""
         ...
+
+
+class SourceRows(Rows, Protocol):
+    """The rows of one source."""
+
+    rows_per_epoch: int
+    """After so many rows the data have been taken once, and an order of its own begins."""
+
+
+def restart_at(begins: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
+    """Positions ``[seq_len]`` that count from 0, and from 0 again at each of ``begins``, ascending and up to
+    ``seq_len``."""
+    edges = np.concatenate(([0], begins, [seq_len]))
+    positions: npt.NDArray[np.int64] = np.arange(seq_len) - np.repeat(edges[:-1], np.diff(edges))
+    return positions
+
+
+def place_of(row: int, rows_per_epoch: int, *, shuffle: bool, seed: int) -> tuple[int, int]:
+    """The epoch of row ``row`` and which of its ``rows_per_epoch`` it is; shuffled, each epoch has an order of its
+    own."""
+    if row < 0:
+        raise IndexError(f"rows are counted from 0, not {row}")
+    epoch, place = divmod(row, rows_per_epoch)
+    return epoch, permute(place, rows_per_epoch, round_keys(seed, epoch)) if shuffle else place
+
+
+def fingerprint_of(*facts: Any) -> str:
+    """Equal where ``facts``, which print as what they are, are equal."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def shifted(window: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan.data.sharing import make_together
-from torchtitan.data.tokens.cache import users_cache
+from torchtitan.data.tokens.cache import cache_path
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
@@ -25,7 +25,7 @@ def open_tables(kind: str, facts: tuple[Any, ...], make: Callable[[], Tables], *
     """The arrays that ``make`` gives, from ``cache_folder`` (empty: the user's) where they were made for the same
     ``facts``. ConfigError where that folder cannot be used."""
     digest = hashlib.sha256(repr((kind, facts)).encode()).hexdigest()[:20]
-    root = Path(cache_folder or users_cache()).expanduser()
+    root = cache_path(cache_folder)
     folder = root / f"order-{kind}-{digest}"
 
     def assemble(_: list[Path]) -> None:

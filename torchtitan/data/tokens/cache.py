@@ -93,7 +93,7 @@ def open_tokens(
     encoding = Encoding(tokenizer, bos_id, eos_id)
     recipe = {"format": _FORMAT, "source": source.fingerprint, **encoding.facts()}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    folder = Path(cache_folder or users_cache()).expanduser()
+    folder = cache_path(cache_folder)
     path = folder / f"{source.name}-{digest[:20]}.ds"
     made_from = {**recipe, "source_name": hidden(source.description), "tokenizer_name": tokenizer.name}
     started = time.monotonic()
@@ -135,7 +135,10 @@ def open_tokens(
     return tokens
 
 
-def users_cache() -> Path:
+def cache_path(cache_folder: str) -> Path:
+    """``cache_folder``, or the user's where it is empty; ConfigError where there is no user's."""
+    if cache_folder:
+        return Path(cache_folder).expanduser()
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchtitan" / "tokens"
     except RuntimeError:
