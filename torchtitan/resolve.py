@@ -22,7 +22,7 @@ from torchtitan.checkpoint.manifest import Manifest, damage
 from torchtitan.checkpoint.places import check_remote, is_local, place
 from torchtitan.checkpoint.storage import StepFolders, check_start, find_step, is_complete, step_folders
 from torchtitan.config import JobConfig
-from torchtitan.data.datasets import DATASETS, TextSource
+from torchtitan.data.datasets import DATASETS, StreamSource, TextSource
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
 from torchtitan.distributed.convert import convert_model
 from torchtitan.distributed.spread import Spread, micro_batches, plan_spread
@@ -47,7 +47,7 @@ class Job:
     spread: Spread
     spec: ModelSpec
     args: Any
-    source: TextSource
+    source: TextSource | StreamSource
     tokenizer: Tokenizer
     bos_id: int | None
     eos_id: int | None

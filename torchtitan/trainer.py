@@ -12,9 +12,13 @@ from torch import Tensor
 
 from torchtitan import __version__
 from torchtitan.data.batch import Batch
+from torchtitan.data.datasets import StreamSource
 from torchtitan.data.loader import build_loader
 from torchtitan.data.rows.concat import ConcatRows
+from torchtitan.data.rows.rows import Rows
+from torchtitan.data.rows.stream import StreamRows
 from torchtitan.data.tokens.cache import open_tokens
+from torchtitan.data.tokens.stream import open_stream
 from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.parallelize import parallelize
@@ -189,8 +193,14 @@ class Trainer:
 
     # Wiring
 
-    def _open_rows(self) -> ConcatRows:
+    def _open_rows(self) -> Rows:
         job, data = self.job, self.job.config.data
+        seq_len, seed = job.config.training.seq_len, job.config.debug.seed
+        if isinstance(job.source, StreamSource):
+            stream = open_stream(
+                job.source, job.tokenizer, bos_id=job.bos_id, eos_id=job.eos_id, cache_folder=data.cache_folder
+            )
+            return StreamRows(stream, seq_len=seq_len, shuffle=data.shuffle, seed=seed)
         tokens = open_tokens(
             job.source,
             job.tokenizer,
@@ -200,7 +210,7 @@ class Trainer:
             rank=self.world.rank,
             ranks=self.world.size,
         )
-        return ConcatRows(tokens, seq_len=job.config.training.seq_len, shuffle=data.shuffle, seed=job.config.debug.seed)
+        return ConcatRows(tokens, seq_len=seq_len, shuffle=data.shuffle, seed=seed)
 
     def _count_micro_batches(self) -> int:
         training, rows = self.job.config.training, self.state.global_batch_size
