@@ -114,11 +114,11 @@ def run_jobs(world: World, argvs: Sequence[Sequence[str]]) -> list[Outcome]:
 
 def row_hashes(batch: Batch) -> list[str]:
     """A hash of each row that counts; padding has none."""
-    pairs = zip(batch.tokens, batch.labels, strict=True)
+    rows = zip(batch.tokens, batch.labels, batch.positions, strict=True)
     return [
-        hashlib.sha256(tokens.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()[:16]
-        for tokens, labels in pairs
-        if (labels != IGNORE_INDEX).any()
+        hashlib.sha256(b"".join(part.numpy().tobytes() for part in row)).hexdigest()[:16]
+        for row in rows
+        if (row[1] != IGNORE_INDEX).any()
     ]
 
 

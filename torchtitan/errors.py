@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 UNKNOWN: Any = object()
@@ -28,6 +30,20 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         return self.problem if self.key is None else f"{self.key}: {self.problem}"
+
+
+@contextmanager
+def keys_told_as(names: Mapping[str, str]) -> Iterator[None]:
+    """A ConfigError of a key in ``names``, or of one below it, tells the name that stands there: for parts that know
+    themselves under one key and are asked for under another."""
+    try:
+        yield
+    except ConfigError as error:
+        for own, name in names.items():
+            if error.key is not None and (error.key == own or error.key.startswith(f"{own}.")):
+                error.key = name + error.key.removeprefix(own)
+                break
+        raise
 
 
 def divisors(*numbers: int) -> str:

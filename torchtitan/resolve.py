@@ -22,11 +22,16 @@ from torchtitan.checkpoint.manifest import Manifest, damage
 from torchtitan.checkpoint.places import check_remote, is_local, place
 from torchtitan.checkpoint.storage import StepFolders, check_start, find_step, is_complete, step_folders
 from torchtitan.config import JobConfig
-from torchtitan.data.datasets import DATASETS, StreamSource, TextSource
+from torchtitan.config.schema import Data, Validation
+from torchtitan.config.tables import SETS
+from torchtitan.data.blend import Blend, Source, bind_source, bind_table, plan_blend, plan_one
+from torchtitan.data.datasets import OnBadRecord
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
+from torchtitan.data.tokens.encode import Encoding
 from torchtitan.distributed.convert import convert_model
-from torchtitan.distributed.spread import Spread, micro_batches, plan_spread
-from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.distributed.spread import Spread, check_lengths, micro_batches, plan_spread
+from torchtitan.errors import CheckpointError, ConfigError, keys_told_as
+from torchtitan.log import logger
 from torchtitan.loss.losses import LOSSES, Loss
 from torchtitan.models.init import find_rule
 from torchtitan.models.spec import MODELS, ModelSpec, roles_of
@@ -40,6 +45,16 @@ from torchtitan.transforms import CONVERTERS, Converter
 
 
 @dataclass(frozen=True)
+class ValidationPlan:
+    """What a round looks at, and in rows and batches of which size."""
+
+    sets: Mapping[str | None, Source]
+    """By name; None for the only one, which has none."""
+    seq_len: int
+    local_batch_size: int
+
+
+@dataclass(frozen=True)
 class Job:
     """A configuration whose every word has been understood, for a world of a given size."""
 
@@ -47,10 +62,11 @@ class Job:
     spread: Spread
     spec: ModelSpec
     args: Any
-    source: TextSource | StreamSource
-    tokenizer: Tokenizer
-    bos_id: int | None
-    eos_id: int | None
+    blend: Blend
+    tokenizer: Tokenizer | None
+    encoding: Encoding | None
+    """How text becomes ids; None where all data are ids already, and then a tokenizer may be missing too."""
+    validation: ValidationPlan | None
     loss: Loss
     converters: list[Converter]
     optimizer: OptimizerPlan
@@ -71,12 +87,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         _check_checkpoints(config, spec, args)
     converters = [_converter(name, config) for name in model.converters]
     shapes = _check_model(spec, args, converters)
-    longest = spec.max_seq_len(args)
-    if longest is not None and training.seq_len > longest:
-        raise ConfigError(
-            "training.seq_len",
-            f"the model has positions for {longest} tokens; lower it, or raise model.args.max_seq_len",
-        )
+    _check_positions(spec, args, training.seq_len)
     spread = plan_spread(
         config.parallelism,
         spec,
@@ -84,20 +95,24 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         world_size=world_size,
         seq_len=training.seq_len,
         local_batch_size=training.local_batch_size,
+        mask="causal" if data.packing == "concat" else "documents",
     )
     rows = training.global_batch_size
     micro_batches(
         spread, training.local_batch_size * spread.degrees.readers if rows == -1 else rows, training.local_batch_size
     )
-
-    tokenizer = bound(TOKENIZERS, config.tokenizer, "tokenizer")(model.hf_assets_path)
-    bos_id, eos_id = resolve_special_ids(
-        tokenizer, add_bos=data.add_bos, add_eos=data.add_eos, bos_id=data.bos_id, eos_id=data.eos_id
+    blend = (
+        plan_blend(data.sources, data.on_bad_record)
+        if data.sources
+        else plan_one(training.dataset, training.dataset_path, data.args, data.on_bad_record)
     )
-    _check_vocabulary(args.vocab_size, tokenizer, bos_id, eos_id)
-    source = DATASETS.bind(training.dataset, data.args, key="training.dataset")(
-        training.dataset_path, on_bad_record=data.on_bad_record
-    )
+    validation = _plan_validation(config, spec, args, spread) if config.validation.enable else None
+    tokenizer, encoding = None, None
+    held_out = validation.sets.values() if validation is not None else ()
+    reads_text = any(source.is_text for source in (*blend.sources.values(), *held_out))
+    if reads_text or model.hf_assets_path:
+        tokenizer = bound(TOKENIZERS, config.tokenizer, "tokenizer")(model.hf_assets_path)
+        encoding = _encoding(data, tokenizer, args.vocab_size) if reads_text else None
 
     optimizer = plan_optimizer(
         config.optimizer.name,
@@ -112,10 +127,10 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         spread=spread,
         spec=spec,
         args=args,
-        source=source,
+        blend=blend,
+        validation=validation,
         tokenizer=tokenizer,
-        bos_id=bos_id,
-        eos_id=eos_id,
+        encoding=encoding,
         loss=bound(LOSSES, config.loss, "loss")(),
         converters=converters,
         optimizer=optimizer,
@@ -124,6 +139,54 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         ),
         sinks=_sinks(config),
     )
+
+
+def _check_positions(spec: ModelSpec, args: Any, seq_len: int) -> None:
+    longest = spec.max_seq_len(args)
+    if longest is not None and seq_len > longest:
+        raise ConfigError(
+            "training.seq_len",
+            f"the model has positions for {longest} tokens; lower it, or raise model.args.max_seq_len",
+        )
+
+
+def _plan_validation(config: JobConfig, spec: ModelSpec, args: Any, spread: Spread) -> ValidationPlan:
+    """What ``[validation]`` asks for; ConfigError, on its keys, for what this model cannot look at when so spread."""
+    keys, training = config.validation, config.training
+    seq_len, rows = keys.seq_len or training.seq_len, keys.local_batch_size or training.local_batch_size
+    if keys.seq_len is not None:
+        with keys_told_as({"training.seq_len": "validation.seq_len"}):
+            _check_positions(spec, args, seq_len)
+            check_lengths(spread, spec, args, seq_len)
+    if rows % spread.rows_multiple:
+        raise ConfigError(
+            "validation.local_batch_size",
+            f"is no multiple of parallelism.pipeline_parallel_microbatch_size={spread.rows_multiple}; "
+            f"try {rows // spread.rows_multiple * spread.rows_multiple or spread.rows_multiple}",
+        )
+    if keys.global_batch_size is not None and keys.steps == -1:
+        logger.warning("validation.global_batch_size changes nothing while validation.steps is -1")
+    return ValidationPlan(_validation_sets(keys, config.data.on_bad_record), seq_len, rows)
+
+
+def _validation_sets(keys: Validation, on_bad_record: OnBadRecord) -> dict[str | None, Source]:
+    if not keys.sets:
+        only = bind_source(
+            keys.dataset,
+            keys.dataset_path,
+            keys.args,
+            on_bad_record,
+            section="validation",
+            options_in="validation.args",
+        )
+        return {None: only}
+    sets: dict[str | None, Source] = {}
+    for number, table in enumerate(keys.sets):
+        key = f"{SETS.key}[{number}]"
+        if table["name"] in sets:
+            raise ConfigError(f"{key}.name", f"{table['name']!r} is a set already; give each a name of its own")
+        sets[table["name"]] = bind_table(table, SETS, key, on_bad_record)
+    return sets
 
 
 def _converter(name: str, config: JobConfig) -> Converter:
@@ -254,6 +317,21 @@ def _check_model(spec: ModelSpec, args: Any, converters: Sequence[Converter]) ->
     except LookupError as error:
         raise ConfigError("model.name", f"the tables of this family do not fit its model: {error}") from None
     return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _encoding(data: Data, tokenizer: Tokenizer, vocab_size: int) -> Encoding:
+    """How text becomes ids, all of them below ``vocab_size``."""
+    bos_id, eos_id = resolve_special_ids(
+        tokenizer,
+        add_bos=data.add_bos,
+        add_eos=data.add_eos,
+        bos_id=data.bos_id,
+        eos_id=data.eos_id,
+        bos_token=data.bos_token,
+        eos_token=data.eos_token,
+    )
+    _check_vocabulary(vocab_size, tokenizer, bos_id, eos_id)
+    return Encoding(tokenizer, bos_id, eos_id)
 
 
 def _check_vocabulary(vocab_size: int, tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None) -> None:

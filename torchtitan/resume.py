@@ -12,13 +12,13 @@ from torch import Tensor
 
 from torchtitan.checkpoint.checkpointer import Checkpointer
 from torchtitan.checkpoint.dcp.reader import Reader
-from torchtitan.checkpoint.huggingface.export import ExportContent, export_plan
+from torchtitan.checkpoint.huggingface.export import TOKENIZER_FILES, ExportContent, export_plan
 from torchtitan.checkpoint.huggingface.load import load_weights
 from torchtitan.checkpoint.loader import Loader, Start
 from torchtitan.checkpoint.manifest import Numbers
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.config import to_toml
-from torchtitan.data.tokenizers.hugging_face import tokenizer_file
+from torchtitan.data.tokenizer import DescribedTokenizer
 from torchtitan.distributed.world import World
 from torchtitan.log import logger
 from torchtitan.resolve import Job, checkpoint_folders
@@ -121,7 +121,14 @@ def _take_over(job: Job, start: Start, progress: Progress) -> None:
 
 
 def _tokenizer_folder(job: Job) -> Path | None:
-    if job.config.tokenizer.name != "hf":
-        logger.info(f"no tokenizer's files are left beside the weights: {job.config.tokenizer.name} has none")
+    if job.tokenizer is None:
+        logger.info("no tokenizer's files are left beside the weights: the data are tokens, and no tokenizer is named")
         return None
-    return tokenizer_file(job.config.model.hf_assets_path).parent
+    file = job.tokenizer.file if isinstance(job.tokenizer, DescribedTokenizer) else None
+    if file is None:
+        logger.info(f"no tokenizer's files are left beside the weights: {job.config.tokenizer.name} has none")
+    elif file.name not in TOKENIZER_FILES:
+        logger.info(f"no tokenizer's files are left beside the weights: nobody looks for the name {file.name}")
+    else:
+        return file.parent
+    return None

@@ -4,7 +4,7 @@ Who saves and loads them is ``checkpoint/``'s; who changes them, the trainer.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -36,22 +36,64 @@ class TrainState(_Numbers):
     global_batch_size: int = 0
 
 
-@dataclass
-class DataPosition(_Numbers):
-    """The next row of the global order, and the data in whose order it stands."""
+@dataclass(frozen=True)
+class DataStage:
+    """What the data are from step ``from_step`` on, counted from 1: ``fingerprint`` is equal only where every row is.
+    ``key`` is what to change for another step."""
 
+    from_step: int
     fingerprint: str
-    next_row: int = 0
+    key: str = "training.dataset"
+
+
+class DataPosition:
+    """The next row of the global order, and the data in whose order it stands, stage by stage.
+
+    ``begins`` are the rows that stages begin with: those of the past as they were, the others once ``place_stages`` has
+    been called.
+    """
+
+    def __init__(self, stages: Sequence[DataStage]) -> None:
+        self.stages = stages
+        self.next_row = 0
+        self.begins: list[int] = []
+
+    def place_stages(self, step: int, rows_of_a_step: int) -> list[int]:
+        """The row that each stage begins with, of a run that has done ``step`` steps; ConfigError for a stage that
+        should have begun before them and is new to the checkpoint."""
+        known = len(self.begins)
+        for stage in self.stages[known:]:
+            begin = self.next_row + (stage.from_step - 1 - step) * rows_of_a_step
+            if known and begin < self.next_row:
+                raise ConfigError(
+                    stage.key, f"is before step {step}, at which the checkpoint was saved without it; take a later one"
+                )
+            self.begins.append(max(begin, 0))
+        return self.begins
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"fingerprint": self.stages[0].fingerprint, "next_row": self.next_row}
+        begun = [
+            [begin, stage.fingerprint]
+            for begin, stage in zip(self.begins, self.stages, strict=False)
+            if begin < self.next_row or begin == 0
+        ]
+        return state if len(self.stages) == 1 else state | {"stages": begun}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["fingerprint"] != self.fingerprint:
+        begun = state.get("stages", [[0, state["fingerprint"]]])
+        if [fingerprint for _, fingerprint in begun] != [s.fingerprint for s in self.stages[: len(begun)]]:
             raise ConfigError(
-                "training.dataset",
+                "data.sources" if len(begun) > 1 or len(self.stages) > 1 else "training.dataset",
                 "the data, tokenizer, order, debug.seed or training.seq_len are not those of the checkpoint, so its "
                 "position means nothing; to begin the new data at their first row, set "
                 'checkpoint.exclude_from_loading = ["dataloader"]',
             )
-        super().load_state_dict(state)
+        next_row = state["next_row"]
+        for number in (next_row, *(begin for begin, _ in begun)):
+            if type(number) is not int or number < 0:
+                raise ValueError(f"a row is {number!r}")
+        self.next_row, self.begins = next_row, [begin for begin, _ in begun]
 
 
 @dataclass

@@ -3,8 +3,7 @@
 What a part does is in its room; what is said in the configuration is bound in ``resolve.py``.
 """
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,13 +11,7 @@ from torch import Tensor
 
 from torchtitan import __version__
 from torchtitan.data.batch import Batch
-from torchtitan.data.datasets import StreamSource
 from torchtitan.data.loader import build_loader
-from torchtitan.data.rows.concat import ConcatRows
-from torchtitan.data.rows.rows import Rows
-from torchtitan.data.rows.stream import StreamRows
-from torchtitan.data.tokens.cache import open_tokens
-from torchtitan.data.tokens.stream import open_stream
 from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.parallelize import parallelize
@@ -28,7 +21,10 @@ from torchtitan.distributed.topology import build_topology
 from torchtitan.distributed.whole import map_whole
 from torchtitan.distributed.world import World, seed_step
 from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.evaluate import build_evaluator, open_held_out
+from torchtitan.feed import blended, check_epochs, data_stages, open_rows
 from torchtitan.log import logger
+from torchtitan.observe.clock import Clock
 from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_flops
 from torchtitan.observe.metrics import Metrics, StepStats
 from torchtitan.observe.sinks import RunFiles, build_sinks
@@ -55,7 +51,8 @@ class Trainer:
             reduce=getattr(torch, config.training.mixed_precision_reduce),
         )
         self.topology = build_topology(job.spread.degrees, world)
-        rows = self._open_rows()
+        rows = open_rows(job, rank=world.rank, ranks=world.size)
+        held_out = open_held_out(job, rank=world.rank, ranks=world.size)
         self.runner = parallelize(
             job.spec,
             job.args,
@@ -74,22 +71,35 @@ class Trainer:
         self.optimizer = job.optimizer.build(self.runner.named_parameters, map_whole=map_whole)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
-        self.progress = Progress(TrainState(), DataPosition(rows.fingerprint), ScheduleStart())
+        position = DataPosition(data_stages(job, rows))
+        self.progress = Progress(TrainState(), position, ScheduleStart())
         self.checkpointer = go_on(
             job, world, self.progress, parameters=self.runner.named_parameters, optimizer=self.optimizer
         )
         self.micro_batches = self._count_micro_batches()
+        begins = position.place_stages(self.state.step, self.state.global_batch_size)
+        self.mixture = blended(job, rows, begins)
+        steps_left = self.steps - self.state.step
+        check_epochs(job, rows, self.mixture, position.next_row + steps_left * self.state.global_batch_size)
         self.loader = build_loader(
-            rows,
+            self.mixture,
             global_batch_size=self.state.global_batch_size,
             ranks=job.spread.degrees.readers,
             rank=self.topology.reader_rank,
             local_batch_size=config.training.local_batch_size,
             multiple_of=job.spread.rows_multiple,
-            first_row=self.progress.position.next_row,
+            first_row=position.next_row,
             num_workers=config.training.dataloader.num_workers,
             prefetch_factor=config.training.dataloader.prefetch_factor,
             pin_memory=config.training.dataloader.pin_memory,
+        )
+        self.evaluator = build_evaluator(
+            job,
+            held_out,
+            runner=self.runner,
+            topology=self.topology,
+            world=world,
+            global_batch_size=self.state.global_batch_size,
         )
         self.metrics: Metrics | None = None
 
@@ -154,7 +164,7 @@ class Trainer:
         self._log_summary()
         collection = GarbageCollection(config.training.gc_freq)
         batches = iter(self.loader)
-        clock = _Clock()
+        clock = Clock()
         while state.step < self.steps:
             rows = clock.next_of(batches)
             own_valid = sum(batch.num_valid() for batch in rows)
@@ -170,9 +180,13 @@ class Trainer:
             clock.steps += 1
             if state.step in (first_step, self.steps) or state.step % config.metrics.log_freq == 0:
                 self._log(float(loss), float(norm), own_valid, num_valid, clock)
-                clock = _Clock()
+                clock = Clock()
             if state.step == first_step:
                 self.world.set_timeout(config.comm.train_timeout_seconds, list(self.topology.groups()))
+            if self.evaluator is not None and self.evaluator.is_due(state.step):
+                with clock.paused(self.world.device):
+                    for stats in self.evaluator.round(state.step, stop):
+                        self.metrics.validated(stats)
             if self.checkpointer is not None and state.step < self.steps:
                 self.checkpointer.save(state.step)
             collection.step(state.step)
@@ -186,31 +200,14 @@ class Trainer:
     def close(self) -> None:
         """Release loader workers and sinks."""
         self.loader.close()
+        if self.evaluator is not None:
+            self.evaluator.close()
         if self.checkpointer is not None:
             self.checkpointer.close()
         if self.metrics is not None:
             self.metrics.close()
 
     # Wiring
-
-    def _open_rows(self) -> Rows:
-        job, data = self.job, self.job.config.data
-        seq_len, seed = job.config.training.seq_len, job.config.debug.seed
-        if isinstance(job.source, StreamSource):
-            stream = open_stream(
-                job.source, job.tokenizer, bos_id=job.bos_id, eos_id=job.eos_id, cache_folder=data.cache_folder
-            )
-            return StreamRows(stream, seq_len=seq_len, shuffle=data.shuffle, seed=seed)
-        tokens = open_tokens(
-            job.source,
-            job.tokenizer,
-            bos_id=job.bos_id,
-            eos_id=job.eos_id,
-            cache_folder=data.cache_folder,
-            rank=self.world.rank,
-            ranks=self.world.size,
-        )
-        return ConcatRows(tokens, seq_len=seq_len, shuffle=data.shuffle, seed=seed)
 
     def _count_micro_batches(self) -> int:
         training, rows = self.job.config.training, self.state.global_batch_size
@@ -235,12 +232,13 @@ class Trainer:
             f"{_short(precision.reduce)}"
         )
         tokenizer, rows = self.job.tokenizer, self.job.args.vocab_size
-        logger.info(f"tokenizer {tokenizer.name}: ids up to {tokenizer.vocab_size - 1} of {rows}")
-        if 2 * tokenizer.vocab_size < rows:
-            logger.warning(
-                f"most of the model's {rows} rows stand for no id of this tokenizer; is model.hf_assets_path "
-                "(or tokenizer.name) the one that is meant?"
-            )
+        if tokenizer is not None:
+            logger.info(f"tokenizer {tokenizer.name}: ids up to {tokenizer.vocab_size - 1} of {rows}")
+            if 2 * tokenizer.vocab_size < rows:
+                logger.warning(
+                    f"most of the model's {rows} rows stand for no id of this tokenizer; is model.hf_assets_path "
+                    "(or tokenizer.name) the one that is meant?"
+                )
         ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
         logger.info(
             f"{ranks}: {spread.degrees}; global batch "
@@ -273,7 +271,7 @@ class Trainer:
             memory=lambda: memory(device),
         )
 
-    def _log(self, loss: float, norm: float, own_valid: int, num_valid: float, clock: "_Clock") -> None:
+    def _log(self, loss: float, norm: float, own_valid: int, num_valid: float, clock: Clock) -> None:
         losses = self._by_reader(loss / self.topology.degrees.tensor)  # tensor peers hold the same, others parts
         valid = self._by_reader(own_valid / self.topology.degrees.copies)
         means = [loss * num_valid / n for loss, n in zip(losses, valid, strict=True) if n]
@@ -288,10 +286,18 @@ class Trainer:
                 tokens_seen=self.state.tokens_seen,
                 tokens=clock.steps * self.state.global_batch_size * self.job.config.training.seq_len,
                 steps=clock.steps,
-                seconds=time.perf_counter() - clock.start,
+                seconds=clock.seconds,
                 data_seconds=clock.data_seconds,
+                source_tokens=self._source_tokens(),
             )
         )
+
+    def _source_tokens(self) -> dict[str, int]:
+        """How many tokens of each source the run has been given, by the blend of its data."""
+        if not self.job.config.data.sources:
+            return {}
+        counts = self.mixture.counts(self.progress.position.next_row)
+        return {name: rows * self.job.config.training.seq_len for name, rows in counts.items()}
 
     def _by_reader(self, value: float) -> list[float]:
         """The sum of ``value`` over the ranks that read the same rows, for each such group of ranks."""
@@ -302,18 +308,3 @@ class Trainer:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-class _Clock:
-    """Time, steps and time spent waiting for data since the last metric line."""
-
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.steps = 0
-        self.data_seconds = 0.0
-
-    def next_of(self, batches: Iterator[list[Batch]]) -> list[Batch]:
-        start = time.perf_counter()
-        rows = next(batches)
-        self.data_seconds += time.perf_counter() - start
-        return rows

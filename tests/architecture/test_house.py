@@ -22,7 +22,8 @@ FLOORS = [
     {"checkpoint", "observe", "resilience"},
     {"state"},
     {"resolve"},
-    {"resume"},
+    {"feed", "resume"},
+    {"evaluate"},
     {"trainer"},
     {"trainers"},
     {"train", "convert"},
@@ -50,7 +51,7 @@ def imports(path: Path) -> Iterator[str]:
 
 def is_command(path: Path) -> bool:
     """Commands stand above all rooms, whatever folder they lie in."""
-    return path.name == "__main__.py"
+    return path.name == "__main__.py" or path.parent.name == "commands"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -43,7 +43,7 @@ def test_options_that_differ_between_parts_are_listed_for_each() -> None:
         ("optimizer.beta1", ["  decay of the first moment", "  now:       0.9 (default)"]),
         ("model.args.dim", ["model.args", "  now:       {dim = 64} (command line)"]),
         ("compile.enable", ["  compiling the model is not built yet", "  accepted:  false, which asks for nothing"]),
-        ("data.sources", ["  a blend of data sets is not built yet"]),
+        ("data.sources", ["  tables of several data sets, blended by their weights, in stages"]),
         ("comm", ["[comm] How long ranks wait for each other"]),
         ("optimizer", ["[optimizer] How gradients become updates"]),
         ("training.dataloader", ["[training.dataloader] The processes that prepare batches"]),

@@ -63,8 +63,8 @@ def test_bad_command_lines(arguments: str, line: str) -> None:
             "checkpoint.initial_load_in_hf_quantized=true (job.toml): loading quantized weights ...",
         ),
         (
-            "[[data.sources]]\ndataset = 'text'",
-            'data.sources=[{dataset = "text"}] (job.toml): a blend of data sets is not built yet; leave it out',
+            "[[data.sources]]\ndataset = 'text'\nweight = 0",
+            "data.sources[0].weight=0 (job.toml): must be greater than 0",
         ),
         (
             "[training]\nsteps = 0\nx = 1\n[zzz]\na = 1\n[comm]\ninit_timeout_seconds = 'a'",

@@ -35,7 +35,7 @@ def test_windows_run_on_over_the_end(tmp_path: Path) -> None:
 def test_data_shorter_than_a_window(tmp_path: Path, length: int) -> None:
     for shuffle in (False, True):
         rows = rows_of(tmp_path, length, 8, shuffle=shuffle)
-        assert rows.windows_per_epoch == 1
+        assert rows.rows_per_epoch == 1
         stream = [i for row in range(3) for i in [*rows[row][0].tolist(), rows[row][1].tolist()[-1]]]
         assert stream == [i % length for i in range(27)]
 
@@ -43,7 +43,7 @@ def test_data_shorter_than_a_window(tmp_path: Path, length: int) -> None:
 class TestShuffle:
     def test_an_epoch_takes_each_of_its_windows_once(self, tmp_path: Path) -> None:
         rows = rows_of(tmp_path, 121, 5, shuffle=True)
-        n = rows.windows_per_epoch
+        n = rows.rows_per_epoch
         assert n == 20
         epochs = [[rows.window_of(e * n + i) for i in range(n)] for e in range(4)]
         for e, epoch in enumerate(epochs):

@@ -22,6 +22,7 @@ from torchtitan.data.loader import build_loader
 from torchtitan.data.rows.stream import StreamRows
 from torchtitan.data.tokenizers.utf8 import BytesTokenizer
 from torchtitan.data.tokens import stream
+from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.stream import Progress, StreamTokens, open_stream, read_journal
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
@@ -70,7 +71,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 
 def opened(folder: Path, source: StreamSource | None = None) -> StreamTokens:
-    return open_stream(source or Listed(), BytesTokenizer(), bos_id=None, eos_id=257, cache_folder=str(folder))
+    return open_stream(source or Listed(), Encoding(BytesTokenizer(), None, 257), cache_folder=str(folder))
 
 
 def rows_of(folder: Path, source: StreamSource | None = None, seq_len: int = 31, **options: Any) -> StreamRows:

@@ -44,15 +44,3 @@ def test_batches_are_those_of_its_loader(shared: Path, tmp_path: Path, workers: 
     loader.close()
     assert torch.stack([batch.tokens for batch in steps]).equal(expected["inputs"])
     assert torch.stack([batch.labels for batch in steps]).equal(expected["labels"])
-
-
-@pytest.mark.parametrize(("name", "special_ids"), [("torchtitan_test", (2002, 2003)), ("torchtune_hf", (None, None))])
-def test_ids_are_those_of_the_library(shared: Path, name: str, special_ids: tuple[int | None, int | None]) -> None:
-    folder = shared / "tokenizers" / name
-    expected = json.loads((folder / "expected.json").read_text())
-    tokenizer = TOKENIZERS.bind("hf", {}, key="tokenizer")(str(folder))
-    assert tokenizer.vocab_size == expected["vocab_size"]
-    assert (tokenizer.bos_id, tokenizer.eos_id) == special_ids
-    cases = expected["strings"].values()
-    assert tokenizer.encode_batch([case["text"] for case in cases]) == [case["ids"] for case in cases]
-    assert [tokenizer.decode(case["ids"]) for case in cases] == [case["decoded"] for case in cases]

@@ -76,10 +76,8 @@ def check(config: JobConfig) -> str:
 
     job = resolve_job(config, int(text))
     ranks = "1 rank" if int(text) == 1 else f"{int(text)} ranks"
-    return (
-        f"OK: {config.model.name} {config.model.flavor}, {config.training.steps} steps on {ranks}, "
-        f"tokenizer {job.tokenizer.name}"
-    )
+    tokenizer = "" if job.tokenizer is None else f", tokenizer {job.tokenizer.name}"
+    return f"OK: {config.model.name} {config.model.flavor}, {config.training.steps} steps on {ranks}{tokenizer}"
 
 
 if __name__ == "__main__":

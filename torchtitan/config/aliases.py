@@ -67,6 +67,7 @@ for _name in (
 MEANINGLESS: dict[str, str] = {
     "job.use_for_integration_test": "tests choose their configurations themselves",
     "training.dataloader.persistent_workers": "workers always live for the whole run",
+    "validation.dataloader.persistent_workers": "workers always live for the whole run",
     "parallelism.context_parallel_rotate_method": "keys and values are gathered or exchanged by head",
 }
 """Key → why it changes nothing here; accepted with a note."""

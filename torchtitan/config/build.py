@@ -14,13 +14,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from torchtitan.config.aliases import MEANINGLESS
-from torchtitan.config.groups import GROUPS, read_groups
 from torchtitan.config.nearest import begins_a_key, unknown_key
 from torchtitan.config.options import CommandLineText, Option, allowed
 from torchtitan.config.overrides import Path, without_negation
 from torchtitan.config.parts import Choice, offered, with_options
 from torchtitan.config.schema import KEYS, SECTIONS, JobConfig
 from torchtitan.config.sources import COMMAND_LINE, Setting, Settings
+from torchtitan.config.tables import GROUPS, TABLE_LISTS
 from torchtitan.config.unbuilt import UNBUILT, refuse_unbuilt_choice
 from torchtitan.errors import ConfigError
 
@@ -50,8 +50,11 @@ def build_config(settings: Settings, notes: list[str]) -> JobConfig:
                 raise
             settings = _without_negations(settings, choice.path(name), known)
             values |= _options(settings, choice, name, known, problems, notes)
-            if choice.key == "optimizer.name" and GROUPS in values:
-                values[GROUPS] = read_groups(values[GROUPS], choice, name, settings[GROUPS].place)
+            for tables in TABLE_LISTS:
+                if tables.choice == choice.key and tables.path in values:
+                    default = name if tables is GROUPS else None
+                    place = settings[tables.path].place
+                    values[tables.path] = tables.read(values[tables.path], choice, default, place)
     problems.raise_first()
     config = _config(values)
     config._sources.update({".".join(path): setting.source for path, setting in settings.items()})

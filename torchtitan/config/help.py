@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 from torchtitan import __version__
 from torchtitan.config.aliases import ALIASES, MEANINGLESS, older_spellings
-from torchtitan.config.groups import ENTRIES, GROUPS, REMARK
 from torchtitan.config.nearest import unknown_key
 from torchtitan.config.options import Option, type_text
 from torchtitan.config.parts import CHOICES, Choice, choices_in, offered, with_options
 from torchtitan.config.schema import KEYS, SECTIONS, TABLES, JobConfig
+from torchtitan.config.tables import TABLE_LISTS
 from torchtitan.config.toml import value_text
 from torchtitan.config.unbuilt import ABSENT, UNBUILT
 from torchtitan.errors import UNKNOWN, ConfigError
@@ -98,12 +98,13 @@ def _key_lines(key: str, option: Option, config: JobConfig) -> Iterator[str]:
     for choice in CHOICES:
         if choice.key == key:
             yield f"  known:     {', '.join(choice.registry.names()) or 'none'}"
-    if key == ".".join(GROUPS):
-        width = max(map(len, ENTRIES))
-        for name, entry in ENTRIES.items():
-            facts = type_text(entry.annotation) + (", required" if entry.required else "")
-            yield f"  {name + ':':<{width + 1}}  {entry.doc} [{facts}]"
-        yield f"  {REMARK}"
+    for tables in TABLE_LISTS:
+        if key == tables.key:
+            width = max(map(len, tables.entries))
+            for name, entry in tables.entries.items():
+                facts = type_text(entry.annotation) + (", required" if entry.required else "")
+                yield f"  {name + ':':<{width + 1}}  {entry.doc} [{facts}]"
+            yield f"  {tables.remark}"
     if older := older_spellings(key):
         yield f"  formerly:  {', '.join(older)}"
 

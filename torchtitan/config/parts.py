@@ -63,6 +63,7 @@ CHOICES = (
     Choice("loss.name", "loss", "torchtitan.loss.losses:LOSSES"),
     Choice("trainer.name", "trainer", "torchtitan.trainers:TRAINERS"),
     Choice("training.dataset", "data.args", "torchtitan.data.datasets:DATASETS"),
+    Choice("validation.dataset", "validation.args", "torchtitan.data.datasets:DATASETS"),
 )
 
 

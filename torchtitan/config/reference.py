@@ -9,11 +9,11 @@ import inspect
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchtitan.config.aliases import ALIASES, MEANINGLESS
-from torchtitan.config.groups import ENTRIES, GROUPS, REMARK
 from torchtitan.config.help import default_text
 from torchtitan.config.options import type_text
 from torchtitan.config.parts import Choice, choices_in, offered
 from torchtitan.config.schema import KEYS, SECTIONS
+from torchtitan.config.tables import TABLE_LISTS, TableList
 from torchtitan.config.toml import value_text
 from torchtitan.config.unbuilt import ABSENT, UNBUILT
 
@@ -44,8 +44,9 @@ def reference() -> str:
         )
         for choice in choices_in(section):
             lines += _parts(choice)
-        if section == GROUPS[0]:
-            lines += _groups()
+        for tables in TABLE_LISTS:
+            if tables.key in KEYS and tables.path[0] == section:
+                lines += _tables(tables)
     lines += ["## Older spellings", "", "They still work, each with a note of the new name.", ""]
     lines += _table(
         ("older", "today"),
@@ -95,15 +96,15 @@ def _parts(choice: Choice) -> Iterator[str]:
     )
 
 
-def _groups() -> Iterator[str]:
-    """What stands in a table of ``[[optimizer.groups]]``."""
-    yield f"### `[[{'.'.join(GROUPS)}]]`"
+def _tables(tables: TableList) -> Iterator[str]:
+    """What stands in a table of a list of them."""
+    yield f"### `[[{tables.key}]]`"
     yield ""
     yield from _table(
         ("key", "type", "meaning"),
-        ((_code(name), _code(type_text(entry.annotation)), entry.doc) for name, entry in ENTRIES.items()),
+        ((_code(name), _code(type_text(entry.annotation)), entry.doc) for name, entry in tables.entries.items()),
     )
-    yield REMARK
+    yield tables.remark
     yield ""
 
 

@@ -80,7 +80,7 @@ class Model(Section):
     name: str = key("llama3", "family of models")
     flavor: str = key("debugmodel", "size within the family")
     hf_assets_path: PathText = key(
-        "", "folder with tokenizer.json, or that file; empty: the small tokenizer of the debug model"
+        "", "file of the tokenizer, or the folder that holds it; empty: the small tokenizer of the debug model"
     )
     args: dict[str, Any] = key({}, "hyper-parameters in place of the flavor's, such as n_layers")
     converters: list[str] = key(
@@ -157,11 +157,39 @@ class Data(Section):
     add_eos: bool = key(True, "put the EOS token after each document")
     bos_id: int | None = key(None, "id of BOS; none: the tokenizer's", ge=0)
     eos_id: int | None = key(None, "id of EOS; none: the tokenizer's", ge=0)
+    bos_token: str | None = key(None, "BOS by its name in the vocabulary, in place of an id", min_length=1)
+    eos_token: str | None = key(None, "EOS by its name in the vocabulary, in place of an id", min_length=1)
     on_bad_record: Literal["raise", "skip"] = key("raise", "what an unreadable record does")
     cache_folder: PathText = key("", "folder of tokenized data; empty: the user's cache folder")
     order: Literal["native"] = key("native", "order of the sequences: the same on any number of ranks")
-    packing: Literal["concat"] = key("concat", "documents one after the other, cut into windows")
+    packing: Literal["concat", "documents", "best_fit"] = key(
+        "concat",
+        "concat: documents one after the other, cut into windows; documents: the same, none sees another; "
+        "best_fit: none sees another, and whole documents fill the rows",
+    )
     args: dict[str, Any] = key({}, "options of the data set")
+    sources: list[dict[str, Any]] = key([], "tables of several data sets, blended by their weights, in stages")
+    max_epochs: int | None = key(None, "refuse to read a source more often than this; none: as often as it takes", ge=1)
+
+
+class Validation(Section):
+    """The loss on data that are not trained on"""
+
+    enable: bool = key(False, "after the first step, every freq steps and after the last one")
+    dataset: str = key("c4_validation", "kind of data set")
+    dataset_path: PathText | None = key(None, "its file, folder or glob")
+    args: dict[str, Any] = key({}, "options of the data set")
+    local_batch_size: int | None = key(
+        None, "sequences a rank computes at once; none: training.local_batch_size", ge=1, le=2**24
+    )
+    global_batch_size: int | None = key(
+        None, "sequences that steps counts as one step, over all ranks; none: those of a training step", ge=1, le=2**24
+    )
+    seq_len: int | None = key(None, "tokens of a sequence; none: training.seq_len", ge=1, le=2**27)
+    freq: int = key(10, "steps between two rounds", ge=1)
+    steps: Auto = key(-1, "a round is the first steps x global batch sequences of the data; -1: all of it")
+    sets: list[dict[str, Any]] = key([], "tables of several data sets, each with a name, in place of the one here")
+    dataloader: DataLoader = Field(default_factory=DataLoader)
 
 
 class Parallelism(Section):
@@ -254,6 +282,7 @@ class JobConfig(Section):
     trainer: Trainer = Field(default_factory=Trainer)
     training: Training = Field(default_factory=Training)
     data: Data = Field(default_factory=Data)
+    validation: Validation = Field(default_factory=Validation)
     parallelism: Parallelism = Field(default_factory=Parallelism)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     comm: Comm = Field(default_factory=Comm)
@@ -296,12 +325,23 @@ class JobConfig(Section):
                 "lr_scheduler.total_steps",
                 f"the curve ends before training.steps={steps}; make it at least that, or leave it out",
             )
-        loader = self.training.dataloader
-        if loader.prefetch_factor is not None and loader.num_workers == 0:
-            raise ConfigError(
-                "training.dataloader.prefetch_factor",
-                "there are no workers to prepare batches; set training.dataloader.num_workers as well",
-            )
+        for which in ("bos", "eos"):
+            if getattr(self.data, f"{which}_token") is not None and getattr(self.data, f"{which}_id") is not None:
+                raise ConfigError(f"data.{which}_token", f"data.{which}_id is given as well; keep one of them")
+        if self.data.sources:
+            one = {"dataset_path": None, "dataset": Training.model_fields["dataset"].default}
+            for name, unused in one.items():
+                if getattr(self.training, name) != unused:
+                    raise ConfigError(f"training.{name}", "data.sources names the data sets; leave this out")
+        if self.validation.sets and self.validation.dataset_path is not None:
+            raise ConfigError("validation.dataset_path", "validation.sets names the data sets; leave this out")
+        for section in ("training", "validation"):
+            loader = getattr(self, section).dataloader
+            if loader.prefetch_factor is not None and loader.num_workers == 0:
+                raise ConfigError(
+                    f"{section}.dataloader.prefetch_factor",
+                    f"there are no workers to prepare batches; set {section}.dataloader.num_workers as well",
+                )
         if not self.checkpoint.enable:
             for name, off in (("initial_load_path", None), ("load_step", -1)):
                 if getattr(self.checkpoint, name) != off:

@@ -64,7 +64,6 @@ _add("model", "", {"norm_type": "rmsnorm"}, "every family has its own norm")
 _add("optimizer", "a step inside the backward pass", {"early_step_in_backward": False})
 _add("loss", "the loss in pieces", {"chunks": ABSENT})
 _add("training", "the report of reference cycles", {"gc_debug": False})
-_add("data", "a blend of data sets", {"sources": ABSENT})
 _add(
     "parallelism",
     "",
@@ -145,24 +144,7 @@ _add(
         "num_fragments": 1,
     },
 )
-_add(
-    "validation",
-    "validation",
-    {
-        "enable": False,
-        "dataset": "c4_validation",
-        "dataset_path": None,
-        "local_batch_size": 8,
-        "seq_len": 2048,
-        "freq": 10,
-        "steps": -1,
-        "dataloader.num_workers": 0,
-        "dataloader.persistent_workers": False,
-        "dataloader.pin_memory": False,
-        "dataloader.prefetch_factor": None,
-        "sets": ABSENT,
-    },
-)
+_add("validation", "validation on several sets", {"sets": ABSENT})
 _add(
     "guard",
     "the guard of a run",
@@ -178,7 +160,6 @@ _add("debug", "mixture of experts", {"moe_force_load_balance": False})
 
 UNBUILT_CHOICES: dict[str, dict[str, str]] = {
     "data.order": {"source": "the order of foreign loaders"},
-    "data.packing": {"documents": "packing by documents", "best_fit": "packing by documents"},
     "training.dataset": {
         "nanoset": "reading Nanotron's tokens",
         "megatron": "reading Megatron's tokens",

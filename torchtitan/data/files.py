@@ -220,7 +220,7 @@ def read_passages(span: Span) -> Iterator[tuple[int, bytes, bool]]:
 def _read_blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
     """All of ``stream``, cut where text may be cut."""
     offset, block = 0, bytearray()
-    while found := stream.read1():  # type: ignore[attr-defined]
+    while found := stream.read1(1 << 18):  # type: ignore[attr-defined]
         block += found
         if len(block) < _MAX_PIECE_BYTES:
             continue

@@ -1,6 +1,6 @@
 """build_loader(): which rows a rank takes at each step, as micro-batches, drawn by any number of workers.
 
-What is in a row does not belong here (packing.py).
+What is in a row does not belong here (rows/).
 """
 
 from __future__ import annotations

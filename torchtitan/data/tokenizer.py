@@ -5,17 +5,30 @@ One module of tokenizers/ a kind. Reading text, and adding BOS and EOS to the st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol, runtime_checkable
 
-from torchtitan.errors import ConfigError
+from pydantic import Field
+
+from torchtitan.config.options import nearest
+from torchtitan.errors import ConfigError, brief
 from torchtitan.registry import Registry
 
 KEY = "model.hf_assets_path"
 
+ParseSpecialTokens = Annotated[
+    bool, Field(description="text that spells a special token becomes that token (false: it stays plain text)")
+]
+"""Option of kinds that can do so."""
+
 
 class Tokenizer(Protocol):
-    """What a registered builder ``(path, *, options)`` returns; ``path`` is ``model.hf_assets_path``."""
+    """What a registered builder ``(path, *, options)`` returns; ``path`` is ``model.hf_assets_path``.
+
+    It travels to other processes, by a fork or by pickle.
+    """
 
     name: str
     """For messages and logs."""
@@ -33,33 +46,108 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+@runtime_checkable
+class DescribedTokenizer(Tokenizer, Protocol):
+    """A tokenizer that tells of its tokens as well: only of such ones can tokens be named in a configuration."""
+
+    file: Path | None
+    """What it was read from."""
+    special_tokens: Mapping[str, int]
+    """Tokens that no text becomes unless that is asked for, by what they are called."""
+    unknown_ids: frozenset[int]
+    """Ids of text that the vocabulary lacks: of the unknown token, and of bytes where whole words have ids."""
+    absent: Mapping[str, str]
+    """``{"eos": "</s>"}`` where the tokenizer's own files name a token for it that they do not have."""
+
+    def token_id(self, token: str) -> int | None:
+        """Id of the token that is called so."""
+        ...
+
+    def token(self, token_id: int) -> str | None:
+        """What the token is called; None where no token has this id."""
+        ...
+
+
 TOKENIZERS: Registry[Any] = Registry("tokenizer", home="torchtitan.data.tokenizers", receives=("path",))
 
 
+def threads() -> int:
+    """How many threads ``encode_batch`` takes: one for each core that this process may use.
+
+    The variables of the tokenizers library hold for all kinds: TOKENIZERS_PARALLELISM=false means one,
+    RAYON_NUM_THREADS says how many.
+    """
+    if os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("false", "off", "no", "f", "n", "0"):
+        return 1
+    number = os.environ.get("RAYON_NUM_THREADS", "")
+    if number.isdecimal() and int(number) > 0:
+        return int(number)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def resolve_special_ids(
-    tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool, bos_id: int | None, eos_id: int | None
+    tokenizer: Tokenizer,
+    *,
+    add_bos: bool,
+    add_eos: bool,
+    bos_id: int | None,
+    eos_id: int | None,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
 ) -> tuple[int | None, int | None]:
     """The ids put before and after each document, None where none is wanted.
 
-    An id given by key wins over the tokenizer's own. ConfigError where one is wanted and neither has it.
+    A name or an id given by key wins over the tokenizer's own. ConfigError where one is wanted and neither has it, and
+    where a key names what the tokenizer lacks; ids above its vocabulary are the caller's to check.
     """
 
-    def resolve(name: str, wanted: bool, by_key: int | None, own: int | None) -> int | None:
-        if not wanted:
-            return None
-        found = own if by_key is None else by_key
-        if found is None:
+    def resolve(which: str, wanted: bool, token: str | None, by_key: int | None, own: int | None) -> int | None:
+        if token is not None:
+            found: int | None = _named(tokenizer, token, which)
+        elif by_key is not None:
+            found = _numbered(tokenizer, by_key, which)
+        else:
+            found = own
+        if found is None and wanted:
+            known = tokenizer if isinstance(tokenizer, DescribedTokenizer) else None
+            absent = known.absent.get(which) if known else None
             raise ConfigError(
-                f"data.add_{name}",
-                f"the tokenizer {tokenizer.name} has no {name.upper()} token; "
-                f"give its id as data.{name}_id, or set data.add_{name} = false",
+                f"data.add_{which}",
+                f"the tokenizer {tokenizer.name} has no {which.upper()} token"
+                f"{f' (its files name {brief(absent)}, which is not in its vocabulary)' if absent else ''}; "
+                f"give its id as data.{which}_id{f' or its name as data.{which}_token' if known else ''}, "
+                f"or set data.add_{which} = false",
             )
-        return found
+        return found if wanted else None
 
     return (
-        resolve("bos", add_bos, bos_id, tokenizer.bos_id),
-        resolve("eos", add_eos, eos_id, tokenizer.eos_id),
+        resolve("bos", add_bos, bos_token, bos_id, tokenizer.bos_id),
+        resolve("eos", add_eos, eos_token, eos_id, tokenizer.eos_id),
     )
+
+
+def _named(tokenizer: Tokenizer, token: str, which: str) -> int:
+    key = f"data.{which}_token"
+    if not isinstance(tokenizer, DescribedTokenizer):
+        raise ConfigError(key, f"the tokenizer {tokenizer.name} has no names for tokens; give data.{which}_id instead")
+    found = tokenizer.token_id(token)
+    if found is None:
+        near = nearest(token, tokenizer.special_tokens)
+        some = ", ".join(list(tokenizer.special_tokens)[:8]) or "none"
+        hint = f"did you mean {near}?" if near else f"its special tokens: {some}"
+        raise ConfigError(key, f"the tokenizer {tokenizer.name} has no such token; {hint}")
+    return found
+
+
+def _numbered(tokenizer: Tokenizer, token_id: int, which: str) -> int:
+    inside = token_id < tokenizer.vocab_size
+    if inside and isinstance(tokenizer, DescribedTokenizer) and tokenizer.token(token_id) is None:
+        raise ConfigError(
+            f"data.{which}_id",
+            f"the tokenizer {tokenizer.name} has no token of this id; "
+            f"take one that it has, or one of its own from {tokenizer.vocab_size} on",
+        )
+    return token_id
 
 
 def required_vocab_size(tokenizer: Tokenizer, *special_ids: int | None) -> int:

@@ -4,6 +4,7 @@ What makes up a stage is decided in ``stages.py``, in which order ranks compute 
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from torchtitan.data.batch import Batch
 from torchtitan.distributed.gradients import local_part
-from torchtitan.distributed.runner import Seams
+from torchtitan.distributed.runner import Seams, free_gathered
 from torchtitan.distributed.schedules import build_stage, evaluation_schedule, training_schedule
 from torchtitan.distributed.stages import PipelinePlan
 from torchtitan.distributed.topology import Axis
@@ -66,10 +67,8 @@ class PipelineRunner:
         self._seams = seams
         self._tied = [_Tie(dict(own), plan, axis, first, second) for second, first in tied.items()]
         self._num_valid = 1.0
-        # The schedule in use, and the shape of the batch and the mode that it is for: its buffers fit no other.
-        self._schedule: Any = None
-        self._fits: tuple[torch.Size, bool] | None = None
-        self._stages: list[Any] = []
+        # For training and for evaluation, which take turns.
+        self._flushes: dict[bool, _Flush] = {}
 
     def forward_backward(self, batches: Sequence[Batch], num_valid: float) -> Tensor:
         losses = [self._run(batch, num_valid, train=True) for batch in batches]
@@ -80,24 +79,26 @@ class PipelineRunner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, num_valid: float) -> Tensor:
-        return self._run(batch, num_valid, train=False)
+        loss = self._run(batch, num_valid, train=False)
+        free_gathered(self.parts)
+        return loss
 
     def _run(self, batch: Batch, num_valid: float, *, train: bool) -> Tensor:
         """This rank's share of the loss on ``batch``, by one flush of the pipeline."""
         batch = self._seams.take(batch)
         self._num_valid = num_valid
-        fits = (batch.tokens.shape, train)
+        flush = self._flushes.get(train)
         kept: list[tuple[nn.Parameter, Tensor]] = []
-        if fits != self._fits:
-            self._schedule, self._fits = self._build(batch.tokens.shape[0], train), fits
+        if flush is None or flush.shape != batch.tokens.shape:
+            flush = self._flushes[train] = self._build(batch.tokens.shape, train)
             # On its first run torch tries the stages out and drops all gradients.
             kept = [(p, p.grad) for _, p in self.named_parameters if p.grad is not None]
             for parameter, _ in kept:
                 parameter.grad = None
-        local = [stage.stage_index for stage in self._stages]
+        local = self._plan.indices_of(self._axis.rank)
         last = len(self._plan.stages) - 1
         losses: list[Tensor] = []
-        run = self._schedule.step if train else self._schedule.eval
+        run = flush.schedule.step if train else flush.schedule.eval
         run(
             *([batch.tokens] if 0 in local else []),
             target=batch.labels if last in local else None,
@@ -112,21 +113,31 @@ class PipelineRunner:
                 local_part(parameter.grad).add_(local_part(gradient))
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
 
-    def _build(self, rows: int, train: bool) -> Any:
-        number, plan = rows // self._micro_batch_size, self._plan
-        if rows % self._micro_batch_size:
-            raise ValueError(f"{rows} rows cannot be cut into micro-batches of {self._micro_batch_size}")
-        self._stages = [
+    def _build(self, shape: torch.Size, train: bool) -> "_Flush":
+        number, plan = shape[0] // self._micro_batch_size, self._plan
+        if shape[0] % self._micro_batch_size:
+            raise ValueError(f"{shape[0]} rows cannot be cut into micro-batches of {self._micro_batch_size}")
+        stages = [
             build_stage(part, stage, len(plan.stages), self._device, self._axis.group)
             for stage, part in zip(plan.indices_of(self._axis.rank), self.parts, strict=True)
         ]
         if train:
             name = plan.schedule if plan.order is None else None
-            return training_schedule(name, plan.order_for(number), self._stages, number, self._share)
-        return evaluation_schedule(plan.placement, self._stages, number, self._share)
+            schedule = training_schedule(name, plan.order_for(number), stages, number, self._share)
+        else:
+            schedule = evaluation_schedule(plan.placement, stages, number, self._share)
+        return _Flush(shape, schedule)
 
     def _share(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self._seams.loss(logits, labels) / self._num_valid
+
+
+@dataclass(frozen=True)
+class _Flush:
+    """What takes a batch through the pipeline; its buffers fit batches of ``shape`` and no others."""
+
+    shape: torch.Size
+    schedule: Any
 
 
 class _Tie:

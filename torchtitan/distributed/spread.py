@@ -39,7 +39,14 @@ class Spread:
 
 
 def plan_spread(
-    keys: Parallelism, spec: ModelSpec, args: Any, *, world_size: int, seq_len: int, local_batch_size: int
+    keys: Parallelism,
+    spec: ModelSpec,
+    args: Any,
+    *,
+    world_size: int,
+    seq_len: int,
+    local_batch_size: int,
+    mask: MaskKind = "causal",
 ) -> Spread:
     """What ``keys`` ask for, for a model and a world of this size; ConfigError if it cannot be had."""
     degrees = Degrees(
@@ -50,28 +57,36 @@ def plan_spread(
         pipeline=keys.pipeline_parallel_degree,
     ).resolve(world_size)
     _note_unused(keys)
-    divisible, reshard = spec.divisible(args), keys.fsdp_reshard_after_forward
+    reshard = keys.fsdp_reshard_after_forward
     method, head_tail = keys.context_parallel_method, keys.context_parallel_load_balancer == "headtail"
-    if degrees.tensor > 1:
-        check_tensor(degrees, divisible, seq_len, args.vocab_size, spec.max_seq_len(args))
-    check_context(
-        degrees,
-        method=method,
-        head_tail=head_tail,
-        seq_len=seq_len,
-        heads=divisible.heads,
-        kv_heads=divisible.kv_heads,
-    )
     pipeline = _plan_pipeline(keys, spec, args, local_batch_size) if degrees.pipeline > 1 else None
-    return Spread(
+    spread = Spread(
         degrees=degrees,
         # A pipeline runs many micro-batches between two uses of a block's weights, and would gather them each time.
         reshard="never" if pipeline and reshard == "default" else reshard,
         spread_logits=not keys.disable_loss_parallel,
         context_method=method,
         head_tail=head_tail,
+        mask=mask,
         pipeline=pipeline,
         rows_multiple=keys.pipeline_parallel_microbatch_size if pipeline else 1,
+    )
+    check_lengths(spread, spec, args, seq_len)
+    return spread
+
+
+def check_lengths(spread: Spread, spec: ModelSpec, args: Any, seq_len: int) -> None:
+    """ConfigError where rows of ``seq_len`` tokens or what a model has cannot be spread as ``spread`` says."""
+    degrees, divisible = spread.degrees, spec.divisible(args)
+    if degrees.tensor > 1:
+        check_tensor(degrees, divisible, seq_len, args.vocab_size, spec.max_seq_len(args))
+    check_context(
+        degrees,
+        method=spread.context_method,
+        head_tail=spread.head_tail,
+        seq_len=seq_len,
+        heads=divisible.heads,
+        kv_heads=divisible.kv_heads,
     )
 
 

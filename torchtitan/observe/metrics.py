@@ -6,12 +6,12 @@ Where a record goes is in ``sinks.py``; nothing is reduced over ranks here, the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.log import logger
-from torchtitan.observe.sinks import Record, Sink
+from torchtitan.observe.sinks import SOURCE_TOKENS, Record, Sink, ValidationRecord
 
 if TYPE_CHECKING:
     from torchtitan.observe.device import Memory
@@ -23,7 +23,7 @@ class StepStats:
 
     ``loss`` is the mean over the valid tokens of the global batch, ``max_loss`` the largest mean of a rank,
     ``tokens_seen`` counts all ranks over the whole run, resumes included; ``data_seconds`` is the share of ``seconds``
-    in which this rank waited for data.
+    in which this rank waited for data. ``source_tokens`` are the share of each source in ``tokens_seen``, of a blend.
     """
 
     step: int
@@ -36,6 +36,21 @@ class StepStats:
     steps: int
     seconds: float
     data_seconds: float
+    source_tokens: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ValidationStats:
+    """What validation after a step found on one set, of name ``set`` (None: the only one and without a name).
+
+    ``loss`` is the mean over its ``tokens``, the valid labels of all ranks, which took ``seconds``.
+    """
+
+    step: int
+    set: str | None
+    loss: float
+    tokens: int
+    seconds: float
 
 
 class Metrics:
@@ -74,11 +89,27 @@ class Metrics:
         """
         record = self._record(stats)
         for sink in self.sinks:
-            try:
-                sink.write(record)
-            except OSError as error:
-                self._warn_once(sink, error)
+            self._give(sink, sink.write, record)
         return record
+
+    def validated(self, stats: ValidationStats) -> ValidationRecord:
+        """The same for ``stats`` and the sinks that take them."""
+        record = {
+            **asdict(stats),
+            "tps": stats.tokens / stats.seconds / self.devices,
+            **self._memory_fields(self.memory()),
+            "wall_time": time.time(),
+        }
+        for sink in self.sinks:
+            if (take := getattr(sink, "validated", None)) is not None:
+                self._give(sink, take, record)
+        return record
+
+    def _give(self, sink: Sink, take: Callable[[Any], None], record: dict[str, Any]) -> None:
+        try:
+            take(record)
+        except OSError as error:
+            self._warn_once(sink, error)
 
     def close(self) -> None:
         """Close all sinks, those after a failing one too."""
@@ -107,10 +138,7 @@ class Metrics:
             "tflops": self.flops_per_token * tps / 1e12,
             "mfu": self._utilisation(self.flops_per_token * tps),
             "mfu_causal": self._utilisation(self.flops_per_token_causal * tps),
-            "memory_gib": memory.peak_gib,
-            "memory_percent": memory.percent,
-            "memory_active_gib": memory.active_gib,
-            "memory_active_percent": memory.active_percent,
+            **self._memory_fields(memory),
             "alloc_retries": memory.alloc_retries,
             "ooms": memory.ooms,
             "data_loading_seconds": stats.data_seconds / stats.steps,
@@ -118,6 +146,16 @@ class Metrics:
             "step_seconds": stats.seconds / stats.steps,
             "seconds_left": self._seconds_left(stats),
             "wall_time": time.time(),
+            **{f"{SOURCE_TOKENS}{name}": tokens for name, tokens in stats.source_tokens.items()},
+        }
+
+    @staticmethod
+    def _memory_fields(memory: Memory) -> Record:
+        return {
+            "memory_gib": memory.peak_gib,
+            "memory_percent": memory.percent,
+            "memory_active_gib": memory.active_gib,
+            "memory_active_percent": memory.active_percent,
         }
 
     def _utilisation(self, flops: float) -> float | None:

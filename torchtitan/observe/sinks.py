@@ -6,8 +6,6 @@ What stands in a record is decided in ``metrics.py``; a package that only one si
 from __future__ import annotations
 
 import importlib.util
-import json
-import math
 import os
 import re
 import sys
@@ -22,6 +20,7 @@ from pydantic import Field
 from torchtitan.config import toml
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
+from torchtitan.observe.lines import JsonLines
 from torchtitan.registry import Registry
 from torchtitan.secrets import hidden
 
@@ -29,8 +28,16 @@ Record = dict[str, float | None]
 """The numbers of one logged step by name; None is what does not apply. A sink leaves it as it is."""
 
 
+ValidationRecord = dict[str, Any]
+"""``step``, ``set`` (its name, None for the only one), ``loss``, ``tokens`` that it is the mean of, ``seconds``, and
+``tps``, memory and ``wall_time`` as in a ``Record``."""
+
+
 class Sink(Protocol):
-    """Takes records. An OSError costs lines and a warning, any other error ends the run."""
+    """Takes records. An OSError costs lines and a warning, any other error ends the run.
+
+    One that has a method ``validated(record: ValidationRecord)`` is given what validation finds on each set as well.
+    """
 
     def write(self, record: Record) -> None:
         """Take the record of one logged step."""
@@ -82,6 +89,9 @@ class Console:
     def write(self, record: Record) -> None:
         logger.info(console_line(record, color=self.color))
 
+    def validated(self, record: ValidationRecord) -> None:
+        logger.info(validation_line(record, color=self.color))
+
     def close(self) -> None:
         pass
 
@@ -110,6 +120,22 @@ def console_line(record: Record, *, color: bool) -> str:
         ("35", "mfu: N/A" if mfu is None else f"mfu: {mfu:.2f}%"),
         ("39", f"time left: {_duration(record['seconds_left'] or 0.0)}"),
     )
+    return _colored(fields, color)
+
+
+def validation_line(record: ValidationRecord, *, color: bool) -> str:
+    """The record of a set for the eye: TorchTitan's line, and the name of the set where it has one."""
+    fields = [
+        ("33", f"validate step: {record['step']:2}"),
+        *([("33", f"set: {record['set']}")] if record["set"] is not None else []),
+        ("32", f"loss: {record['loss']:7.4f}"),
+        ("38;5;80", f"memory: {record['memory_gib']:5.2f}GiB({record['memory_percent']:.2f}%)"),
+        ("34", f"tps: {record['tps']:,.0f}"),
+    ]
+    return _colored(fields, color) + ("\033[39m" if color else "")
+
+
+def _colored(fields: Iterable[tuple[str, str]], color: bool) -> str:
     return "  ".join(f"\033[{code}m{text}" if color else text for code, text in fields)
 
 
@@ -121,81 +147,41 @@ def _duration(seconds: float) -> str:
 
 
 METRICS_FILE = "metrics.jsonl"
+VALIDATION_FILE = "validation.jsonl"
 FIELDS = (
     *("step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen", "tps", "tflops", "mfu", "mfu_causal"),
     *("memory_gib", "data_loading_seconds", "step_seconds", "wall_time"),
 )
-"""Of a line of metrics.jsonl, in this order."""
+"""Of a line of metrics.jsonl, in this order; after them come the SOURCE_TOKENS of a blend of data."""
+SOURCE_TOKENS = "source_tokens/"
+"""Begins the names, in a record and everywhere it goes, of the tokens that have come from each source."""
+VALIDATION_FIELDS = ("step", "set", "loss", "tokens", "seconds")
+"""Of a line of validation.jsonl."""
 
 
 class Jsonl:
-    """Appends a line a record to a file that holds no step after ``resumed_step``, and only whole lines.
+    """A line a record, in one file for steps and one for validation, of which neither holds a step after that which the
+    run goes on after."""
 
-    What does not apply, and a number that is not finite (JSON has none), is null.
-    """
-
-    def __init__(self, path: Path, resumed_step: int) -> None:
-        if resumed_step == 0:
-            keep_earlier(path)
-        cut_lines(path, resumed_step)
-        self._file = path.open("ab", buffering=0)
+    def __init__(self, run: RunFiles) -> None:
+        self._steps = JsonLines(run.folder / METRICS_FILE, FIELDS, run.resumed_step)
+        self._validations = JsonLines(run.folder / VALIDATION_FILE, VALIDATION_FIELDS, run.resumed_step)
 
     def write(self, record: Record) -> None:
-        line = memoryview(json.dumps({name: _finite(record[name]) for name in FIELDS}).encode() + b"\n")
-        start = self._file.seek(0, os.SEEK_END)
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError:
-            self._file.truncate(start)  # half a line would spoil the next one
-            raise
+        self._steps.append(record)
+
+    def validated(self, record: ValidationRecord) -> None:
+        self._validations.append(record)
 
     def close(self) -> None:
-        self._file.close()
+        self._steps.close()
+        self._validations.close()
 
 
 @SINKS.register("jsonl")
 def jsonl(run: RunFiles) -> Sink:
-    """metrics.jsonl in the run's folder, one object a line."""
-    return Jsonl(run.folder / METRICS_FILE, run.resumed_step)
-
-
-def keep_earlier(path: Path) -> None:
-    """Rename the lines of an earlier run, which this one does not continue, after the time they were written."""
-    if path.exists() and path.stat().st_size:
-        written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
-        earlier = path.with_stem(f"{path.stem}-{written}")
-        path.rename(earlier)
-        logger.info(f"{path.name} is that of an earlier run; it is called {earlier.name} now")
-
-
-def cut_lines(path: Path, last_step: int) -> None:
-    """Take out of a file of JSON lines those of steps after ``last_step`` and those that are torn, in one rename."""
-    if not path.exists():
-        return
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and (step := _step(line)) is not None and step <= last_step]
-    if len(kept) == len(lines):
-        return
-    new = path.with_name(f"{path.name}.new")
-    try:
-        new.write_bytes(b"".join(kept))
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
-    logger.info(f"{path.name}: cut {len(lines) - len(kept)} lines that are torn or of steps after {last_step}")
-
-
-def _step(line: bytes) -> int | None:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    return step if isinstance(step, int) else None
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is None or math.isfinite(value) else None
+    """metrics.jsonl and validation.jsonl in the run's folder, one object a line."""
+    return Jsonl(run)
 
 
 SCALARS = {
@@ -220,9 +206,27 @@ SCALARS = {
 """TorchTitan's names of scalars, so that its users' dashboards go on working → ours in a record."""
 
 
+VALIDATION_SCALARS = {
+    "loss": "loss",
+    "throughput(tps)": "tps",
+    "memory/max_active(GiB)": "memory_active_gib",
+    "memory/max_active(%)": "memory_active_percent",
+    "memory/max_reserved(GiB)": "memory_gib",
+    "memory/max_reserved(%)": "memory_percent",
+}
+"""The same of a set's record, below ``validation_metrics/`` and its name if it has one."""
+
+
 def scalars(record: Record) -> dict[str, float]:
     """What of the record applies, by the names of dashboards."""
-    return {tag: value for tag, name in SCALARS.items() if (value := record[name]) is not None}
+    sources = {name: name for name in record if name.startswith(SOURCE_TOKENS)}
+    return {tag: value for tag, name in (SCALARS | sources).items() if (value := record[name]) is not None}
+
+
+def validation_scalars(record: ValidationRecord) -> dict[str, float]:
+    """What of the record of a set applies, by the names of dashboards."""
+    place = "validation_metrics" if record["set"] is None else f"validation_metrics/{record['set']}"
+    return {f"{place}/{tag}": record[name] for tag, name in VALIDATION_SCALARS.items() if record[name] is not None}
 
 
 class TensorBoard:
@@ -235,7 +239,13 @@ class TensorBoard:
         self._writer = SummaryWriter(str(self.folder), purge_step=resumed_step + 1, flush_secs=10)
 
     def write(self, record: Record) -> None:
-        for tag, value in scalars(record).items():
+        self._add(scalars(record), record)
+
+    def validated(self, record: ValidationRecord) -> None:
+        self._add(validation_scalars(record), record)
+
+    def _add(self, found: dict[str, float], record: dict[str, Any]) -> None:
+        for tag, value in found.items():
             self._writer.add_scalar(tag, value, record["step"], walltime=record["wall_time"])
 
     def close(self) -> None:
@@ -295,6 +305,9 @@ class WandB:
 
     def write(self, record: Record) -> None:
         self._run.log(scalars(record), step=record["step"])
+
+    def validated(self, record: ValidationRecord) -> None:
+        self._run.log(validation_scalars(record), step=record["step"])
 
     def close(self) -> None:
         self._run.finish()

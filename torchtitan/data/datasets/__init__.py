@@ -6,7 +6,7 @@ One module a kind of data set. Finding and cutting files (files.py), tokenising 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -115,8 +115,14 @@ class TokenSource(Protocol):
     name: str
     description: str
 
-    def open(self) -> Tokens:
-        """The tokens, mapped into memory; ConfigError where files are damaged or do not belong together."""
+    order_options: Mapping[str, Any]
+    """Options given that mean something for ``data.order = "source"`` only."""
+
+    def open(self, vocab_size: int) -> Tokens:
+        """The tokens, mapped into memory; ConfigError where files are damaged or do not belong together.
+
+        An id of ``vocab_size`` or more, or below 0, is a ConfigError when a window holds it.
+        """
         ...
 
 

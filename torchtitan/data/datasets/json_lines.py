@@ -37,7 +37,7 @@ def build_c4_test(path: str | None, on_bad_record: OnBadRecord, *, text_key: Tex
     """The name in configs written for TorchTitan: ``jsonl`` with a path, ``python_docs`` without one."""
     if path is not None:
         return build_jsonl(path, on_bad_record, text_key=text_key)
-    note_once("dataset c4_test has no training.dataset_path, and its text does not ship here: reading python_docs")
+    note_once("dataset c4_test has no path, and its text does not ship here: reading python_docs")
     return build_python_docs(None, on_bad_record)
 
 

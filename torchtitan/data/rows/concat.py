@@ -5,11 +5,9 @@ How text became tokens (tokens/) does not belong here.
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 
-from torchtitan.data.rows.rows import permute, round_keys
+from torchtitan.data.rows.rows import fingerprint_of, place_of, shifted
 from torchtitan.data.tokens.store import Tokens
 
 
@@ -23,23 +21,17 @@ class ConcatRows:
 
     def __init__(self, tokens: Tokens, *, seq_len: int, shuffle: bool, seed: int) -> None:
         self.seq_len = seq_len
-        self.windows_per_epoch = max(1, len(tokens) // (seq_len + 1))
-        facts = ("concat", tokens.fingerprint, seq_len, shuffle, seed if shuffle else None)
-        self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
+        self.rows_per_epoch = max(1, len(tokens) // (seq_len + 1))
+        self.fingerprint = fingerprint_of("concat", tokens.fingerprint, seq_len, shuffle, seed if shuffle else None)
         self._tokens, self._shuffle, self._seed = tokens, shuffle, seed
         self._positions = torch.arange(seq_len)
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         width = self.seq_len + 1
         window = self._tokens.window(self.window_of(row) * width, width)
-        # Sliced by numpy, which takes a tenth of torch's time.
-        return torch.from_numpy(window[:-1]), torch.from_numpy(window[1:]), self._positions
+        return *shifted(window), self._positions
 
     def window_of(self, row: int) -> int:
         """Which window, counted along the endless circle, is row ``row``."""
-        if row < 0:
-            raise IndexError(f"rows are counted from 0, not {row}")
-        if not self._shuffle:
-            return row
-        epoch, place = divmod(row, self.windows_per_epoch)
-        return epoch * self.windows_per_epoch + permute(place, self.windows_per_epoch, round_keys(self._seed, epoch))
+        epoch, place = place_of(row, self.rows_per_epoch, shuffle=self._shuffle, seed=self._seed)
+        return epoch * self.rows_per_epoch + place

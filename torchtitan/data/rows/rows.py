@@ -8,12 +8,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _ROUNDS = 6
-_MASK = (1 << 64) - 1
+_NEIGHBOURS = 64
+_U64 = np.uint64
 
 
 class Rows(Protocol):
@@ -26,6 +29,47 @@ class Rows(Protocol):
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, labels and positions of row ``row`` >= 0, each int64 ``[seq]``; not to be written to."""
         ...
+
+
+class SourceRows(Rows, Protocol):
+    """The rows of one source."""
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """After so many rows the data have been taken once, and an order of its own begins."""
+        ...
+
+
+def restart_at(begins: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
+    """Positions ``[seq_len]`` that count from 0, and from 0 again at each of ``begins``, ascending and up to
+    ``seq_len``."""
+    edges = np.concatenate(([0], begins, [seq_len]))
+    positions: npt.NDArray[np.int64] = np.arange(seq_len) - np.repeat(edges[:-1], np.diff(edges))
+    return positions
+
+
+def place_of(row: int, rows_per_epoch: int, *, shuffle: bool, seed: int) -> tuple[int, int]:
+    """The epoch of row ``row`` and which of its ``rows_per_epoch`` it is; shuffled, each epoch has an order of its
+    own."""
+    if row < 0:
+        raise IndexError(f"rows are counted from 0, not {row}")
+    epoch, place = divmod(row, rows_per_epoch)
+    return epoch, permute(place, rows_per_epoch, round_keys(seed, epoch)) if shuffle else place
+
+
+def fingerprint_of(*facts: Any) -> str:
+    """Equal where ``facts``, which print as what they are, are equal."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def shifted(window: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of a window ``[seq + 1]``: all but its last and all but its first, without a copy."""
+    seq = len(window) - 1
+    # Two views of torch's take four times as long, and of numpy's that become torch's one and a half times.
+    return (
+        torch.frombuffer(window, dtype=torch.int64, count=seq),
+        torch.frombuffer(window, dtype=torch.int64, count=seq, offset=8),
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -41,13 +85,20 @@ def permute(index: int, size: int, keys: tuple[int, ...]) -> int:
     A Feistel network on pairs (left, right) of numbers below the root of ``size``, walked on while it leads
     outside (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
     """
-    side = math.isqrt(size - 1) + 1
-    while True:
-        left, right = divmod(index, side)
+    return _permuted(index // _NEIGHBOURS, size, keys)[index % _NEIGHBOURS]
+
+
+@functools.lru_cache(maxsize=256)
+def _permuted(block: int, size: int, keys: tuple[int, ...]) -> list[int]:
+    """``permute`` of neighbours at once, for who asks for one asks for the next: a fifth of the time of one by one."""
+    side, indices = _U64(math.isqrt(size - 1) + 1), np.arange(_NEIGHBOURS, dtype=_U64) + _U64(block * _NEIGHBOURS)
+    walking = indices < size
+    while walking.any():
+        left, right = np.divmod(indices[walking], side)
         for key in keys:
-            mixed = ((right ^ key) * 0x9E3779B97F4A7C15) & _MASK
-            mixed = ((mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93) & _MASK
-            left, right = right, (left + (mixed >> 32)) % side
-        index = left * side + right
-        if index < size:
-            return index
+            mixed = (right ^ _U64(key)) * _U64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ (mixed >> _U64(32))) * _U64(0xD6E8FEB86659FD93)
+            left, right = right, (left + (mixed >> _U64(32))) % side
+        indices[walking] = left * side + right
+        walking[walking] = indices[walking] >= size
+    return indices.tolist()

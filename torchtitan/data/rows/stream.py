@@ -5,14 +5,13 @@ How a stream becomes tokens (tokens/stream.py) does not belong here.
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 
-from torchtitan.data.rows.rows import permute, round_keys
+from torchtitan.data.rows.rows import fingerprint_of, place_of, shifted
 from torchtitan.data.tokens.stream import StreamTokens
+from torchtitan.errors import ConfigError
 
-_AHEAD = 16
+_UNSHUFFLED = 16
 
 
 class StreamRows:
@@ -24,24 +23,30 @@ class StreamRows:
 
     def __init__(self, tokens: StreamTokens, *, seq_len: int, shuffle: bool, seed: int) -> None:
         self.seq_len = seq_len
-        self._block = tokens.shuffle_rows if shuffle else 0
-        facts = ("stream", tokens.fingerprint, seq_len, self._block, seed if shuffle else None)
-        self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
-        self._tokens, self._seed = tokens, seed
+        self._block = tokens.shuffle_rows if shuffle else _UNSHUFFLED
+        self.fingerprint = fingerprint_of("stream", tokens.fingerprint, seq_len, shuffle and (self._block, seed))
+        self._tokens, self._shuffle, self._seed = tokens, shuffle, seed
         self._positions = torch.arange(seq_len)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """ConfigError where the stream has not ended yet."""
+        if not self._tokens.ended:
+            raise ConfigError(
+                "data.max_epochs",
+                "nobody knows how many rows a stream has before its end; leave this out, or set "
+                "data.args.streaming = false",
+            )
+        return max(1, len(self._tokens) // (self.seq_len + 1))
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         width = self.seq_len + 1
         # The block after the one that is read is made meanwhile, or each would begin with waiting.
-        self._tokens.want((row + 2 * max(self._block, _AHEAD)) * width)
+        self._tokens.want((row + 2 * self._block) * width)
         window = self._tokens.window(self.window_of(row) * width, width)
-        return torch.from_numpy(window[:-1]), torch.from_numpy(window[1:]), self._positions
+        return *shifted(window), self._positions
 
     def window_of(self, row: int) -> int:
         """Which window, counted along the endless circle, is row ``row``."""
-        if row < 0:
-            raise IndexError(f"rows are counted from 0, not {row}")
-        if not self._block:
-            return row
-        block, place = divmod(row, self._block)
-        return block * self._block + permute(place, self._block, round_keys(self._seed, block))
+        block, place = place_of(row, self._block, shuffle=self._shuffle, seed=self._seed)
+        return block * self._block + place

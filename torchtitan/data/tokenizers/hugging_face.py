@@ -1,21 +1,22 @@
-"""Hugging Face's ``tokenizer.json``, run by their library, with ``tokenizer_config.json`` for what is special.
+"""Hugging Face's ``tokenizer.json``, run by their library, with the files beside it for what is special.
 
-BOS and EOS are added to documents elsewhere (tokens/cache.py).
+BOS and EOS are added to documents elsewhere (tokens/encode.py).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.resources
+import itertools
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from torchtitan.data.tokenizer import KEY, TOKENIZERS, Tokenizer
+from torchtitan.data.tokenizer import KEY, TOKENIZERS, ParseSpecialTokens, Tokenizer
+from torchtitan.data.tokenizer_files import HUGGING_FACE, find_tokenizer_file, read_tokenizer_file
 from torchtitan.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
@@ -29,86 +30,129 @@ class HuggingFaceTokenizer:
         self,
         name: str,
         rust: tokenizers.Tokenizer,
+        file: Path,
         *,
         fingerprint: str,
-        bos_id: int | None,
-        eos_id: int | None,
+        special_tokens: dict[str, int],
+        special_names: dict[str, str],
+        unknown_ids: frozenset[int],
+        parse_special_tokens: bool,
     ) -> None:
-        self.name, self.fingerprint, self.bos_id, self.eos_id = name, fingerprint, bos_id, eos_id
-        self._rust = rust
-        largest = max(rust.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.vocab_size = max(largest, *(i for i in (bos_id, eos_id) if i is not None), -1) + 1
+        self.name, self.file, self.fingerprint = name, file, fingerprint
+        self.special_tokens, self.unknown_ids = special_tokens, unknown_ids
+        self._rust, self._parse = rust, parse_special_tokens
+        ids = {which: self.token_id(token) for which, token in special_names.items()}
+        self.bos_id, self.eos_id = ids.get("bos"), ids.get("eos")
+        self.absent = {which: special_names[which] for which, found in ids.items() if found is None}
+        every = [*rust.get_vocab(with_added_tokens=True).values(), *special_tokens.values()]
+        self.vocab_size = max(every, default=-1) + 1
+        # A model that has special tokens among its words, as Unigram has, may find them in text by itself.
+        words = rust.get_vocab(with_added_tokens=False)
+        self._avoided = frozenset() if parse_special_tokens else frozenset(map(words.get, special_tokens)) - {None}
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         # Not what the file's own post-processor would add: BOS and EOS come from the config, once.
-        return [e.ids for e in self._rust.encode_batch_fast(texts, add_special_tokens=False)]
+        found = [e.ids for e in self._rust.encode_batch_fast(texts, add_special_tokens=False)]
+        if self._avoided:
+            for n, ids in enumerate(found):
+                if not self._avoided.isdisjoint(ids):
+                    found[n] = self._encode_as_text(texts[n])
+        return found
+
+    def _encode_as_text(self, text: str) -> list[int]:
+        """Ids of a text of which parts became special tokens: these parts are encoded in two."""
+        ids: list[int] = []
+        waiting = [text]
+        while waiting:
+            part = waiting.pop()
+            encoded = self._rust.encode(part, add_special_tokens=False)
+            spans = [span for i, span in zip(encoded.ids, encoded.offsets, strict=True) if i in self._avoided]
+            if not spans:
+                ids += encoded.ids
+                continue
+            if any(stop - start < 2 for start, stop in spans):
+                start, stop = next(span for span in spans if span[1] - span[0] < 2)
+                raise ConfigError(
+                    "tokenizer.parse_special_tokens",
+                    f"{part[start:stop]!r} in the text is a special token of {self.name} and cannot stay text; set it "
+                    "to true, or take it out of the text",
+                )
+            edges = [0, *(start + 1 for start, _ in spans), len(part)]
+            waiting += [part[a:b] for a, b in itertools.pairwise(edges)][::-1]
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._rust.decode(list(ids), skip_special_tokens=False)
 
+    def token_id(self, token: str) -> int | None:
+        found = self._rust.token_to_id(token)
+        return self.special_tokens.get(token) if found is None else found
+
+    def token(self, token_id: int) -> str | None:
+        found = self._rust.id_to_token(token_id)
+        return found if found is not None else next((t for t, i in self.special_tokens.items() if i == token_id), None)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._rust.encode_special_tokens = not self._parse  # which the library's pickles forget
+        _stay_serial_after_forks()
+
 
 @TOKENIZERS.register("hf")
-def build_hf_tokenizer(
-    path: str,
-    *,
-    parse_special_tokens: Annotated[
-        bool,
-        Field(description="text that spells a special token becomes that token (false: it stays plain text)"),
-    ] = False,
-) -> Tokenizer:
-    """Hugging Face: a folder with ``tokenizer.json`` (BOS and EOS from ``tokenizer_config.json``), or that file."""
-    # Set, so that loader workers forked later do not each print the library's warning about forks.
+def build_hf_tokenizer(path: str, *, parse_special_tokens: ParseSpecialTokens = False) -> Tokenizer:
+    """Hugging Face: ``tokenizer.json`` or its folder; BOS and EOS as ``tokenizer_config.json`` and
+    ``special_tokens_map.json`` beside it say."""
+    _stay_serial_after_forks()
+    # Set, so that the library does not warn of forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     import tokenizers
 
-    file = tokenizer_file(path)
-    content = _read(file)
+    file = _debug_file() if path == "" else find_tokenizer_file(path, HUGGING_FACE)
+    content = read_tokenizer_file(file)
     try:
         rust = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(KEY, f"{file} is not a tokenizer.json this can read: {one_line(error)}") from None
-    # Both may stand in the file, left by whoever saved it; they would cut every document short.
+    # These may stand in the file, left by whoever saved it; they would cut every document short, or draw its tokens.
     rust.no_truncation()
     rust.no_padding()
+    if getattr(rust.model, "dropout", None) is not None:
+        rust.model.dropout = None
     rust.encode_special_tokens = not parse_special_tokens
     settings = _settings(file.with_name("tokenizer_config.json"))
+    if "added_tokens_decoder" not in settings:  # then transformers takes the older file's word
+        settings |= _settings(file.with_name("special_tokens_map.json"))
+    names = {which: name for which in ("bos", "eos") if (name := _content(settings.get(f"{which}_token")))}
+    special = _special_tokens(rust, settings, names)
+    told = json.dumps([parse_special_tokens, sorted(special.items())]).encode()
     return HuggingFaceTokenizer(
         "of the debug model" if path == "" else str(file),
         rust,
-        fingerprint=hashlib.sha256(content + bytes([parse_special_tokens])).hexdigest(),
-        bos_id=_special_id(settings, "bos_token", rust),
-        eos_id=_special_id(settings, "eos_token", rust),
+        file,
+        fingerprint=hashlib.sha256(content + told).hexdigest(),
+        special_tokens=special,
+        special_names=names,
+        unknown_ids=_unknown_ids(rust, content),
+        parse_special_tokens=parse_special_tokens,
     )
 
 
-def tokenizer_file(path: str) -> Path:
-    """The file that ``model.hf_assets_path`` means; ConfigError if there is none."""
-    if path == "":
-        return Path(str(importlib.resources.files("torchtitan"))) / "assets/debug_tokenizer/tokenizer.json"
-    given = Path(path).expanduser()
-    if given.is_dir():
-        if (given / "tokenizer.json").is_file():
-            return given / "tokenizer.json"
-        others = ", ".join(sorted(p.name for p in given.iterdir())[:8]) or "nothing"
-        raise ConfigError(KEY, f"no tokenizer.json in {path} (it holds {others})")
-    if not given.is_file():
-        raise ConfigError(KEY, f"there is no file or folder {path} (working directory {os.getcwd()})")
-    return given
+@functools.cache
+def _stay_serial_after_forks() -> None:
+    """The library's threads do not live on in a forked process, which would wait for them for ever."""
+    os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
 
 
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ConfigError(KEY, f"cannot read {file}: {error.strerror}") from None
+def _debug_file() -> Path:
+    return Path(str(importlib.resources.files("torchtitan"))) / "assets/debug_tokenizer/tokenizer.json"
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    """Content of a ``tokenizer_config.json``, empty where there is none."""
+    """Content of a file of settings, empty where there is none."""
     if not file.is_file():
         return {}
     try:
-        settings = json.loads(_read(file))
+        settings = json.loads(read_tokenizer_file(file))
     except ValueError as error:
         raise ConfigError(KEY, f"{file} is not JSON: {one_line(error)}") from None
     if not isinstance(settings, dict):
@@ -116,18 +160,37 @@ def _settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _special_id(settings: dict[str, Any], which: str, rust: tokenizers.Tokenizer) -> int | None:
-    """Id of the token that ``tokenizer_config.json`` names, None where it names none or one without an id."""
-    token = settings.get(which)
-    if isinstance(token, dict):
-        token = token.get("content")
-    if not isinstance(token, str):
-        return None
-    found = rust.token_to_id(token)
-    if found is not None:
-        return found
+def _content(token: Any) -> str | None:
+    """The text of a token, which settings hold as text or as a table."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) and content else None
+
+
+def _special_tokens(rust: tokenizers.Tokenizer, settings: dict[str, Any], names: dict[str, str]) -> dict[str, int]:
+    """What is special by the file or its settings, in the order of ids; the library is told of what the file does not
+    mark."""
+    from tokenizers import AddedToken
+
+    special = {token.content: i for i, token in rust.get_added_tokens_decoder().items() if token.special}
+    more: dict[str, int | None] = {name: rust.token_to_id(name) for name in names.values() if len(name) > 1}
     added = settings.get("added_tokens_decoder")
     for number, entry in (added if isinstance(added, dict) else {}).items():
-        if isinstance(entry, dict) and entry.get("content") == token and number.isdecimal():
-            return int(number)
-    return None
+        content = _content(entry)
+        if content and str(number).isdecimal() and isinstance(entry, dict):
+            known = rust.token_to_id(content)
+            if known is None or entry.get("special"):
+                more[content] = int(number) if known is None else known
+    for name, token_id in more.items():
+        if token_id is not None and name not in special:
+            special[name] = token_id
+            if rust.token_to_id(name) == token_id:
+                rust.add_special_tokens([AddedToken(name, special=True, normalized=False)])
+    return dict(sorted(special.items(), key=lambda item: item[1]))
+
+
+def _unknown_ids(rust: tokenizers.Tokenizer, content: bytes) -> frozenset[int]:
+    model = json.loads(content)["model"]
+    unknown = {model.get("unk_id"), rust.token_to_id(str(model.get("unk_token")))}
+    if model.get("byte_fallback"):
+        unknown |= {rust.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+    return frozenset(i for i in unknown if isinstance(i, int))

@@ -5,7 +5,8 @@ Nothing else belongs here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer
 
@@ -18,6 +19,10 @@ class BytesTokenizer:
     bos_id: int | None = None
     eos_id: int | None = None
     fingerprint = "utf-8"
+    file: Path | None = None
+    special_tokens: Mapping[str, int] = {}
+    unknown_ids: frozenset[int] = frozenset()
+    absent: Mapping[str, str] = {}
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
@@ -25,6 +30,12 @@ class BytesTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         # Ids that the config added as BOS and EOS lie above the bytes and have no text.
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        return token.encode()[0] if len(token.encode()) == 1 else None
+
+    def token(self, token_id: int) -> str | None:
+        return (chr(token_id) if token_id < 128 else f"0x{token_id:02x}") if token_id < 256 else None
 
 
 @TOKENIZERS.register("bytes")

@@ -21,9 +21,9 @@ from tqdm import tqdm
 from torchtitan.data.datasets import StreamSource, TextSource
 from torchtitan.data.sharing import make_together
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.tokens.datatrove import EndedDocuments, index_path, metadata_path, metadata_text
+from torchtitan.data.tokens.datatrove import DsWriter, EndedDocuments, index_path
 from torchtitan.data.tokens.encode import Encoding, Piece, encode_piece
-from torchtitan.data.tokens.store import circle_window, map_array
+from torchtitan.data.tokens.store import TokenWriter, circle_window, map_array
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 from torchtitan.secrets import hidden
@@ -91,7 +91,7 @@ def open_tokens(
     Raises ConfigError for text that cannot be read, a source without any token, and a folder that cannot be used.
     """
     encoding = Encoding(tokenizer, bos_id, eos_id)
-    path, recipe = cached_path(source, encoding, cache_folder)
+    path, recipe = cached_file(source, encoding, cache_folder)
     made_from = {**recipe, "source_name": hidden(source.description), "tokenizer_name": tokenizer.name}
     started = time.monotonic()
     try:
@@ -132,16 +132,19 @@ def open_tokens(
     return tokens
 
 
-def cached_path(
+def cached_file(
     source: TextSource | StreamSource, encoding: Encoding, cache_folder: str
 ) -> tuple[Path, dict[str, Any]]:
     """Where the ids of ``source`` are kept, and all that they depend on."""
     recipe = {"format": _FORMAT, "source": source.fingerprint, **encoding.facts()}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    return Path(cache_folder or _users_cache()).expanduser() / f"{source.name}-{digest[:20]}.ds", recipe
+    return cache_path(cache_folder) / f"{source.name}-{digest[:20]}.ds", recipe
 
 
-def _users_cache() -> Path:
+def cache_path(cache_folder: str) -> Path:
+    """``cache_folder``, or the user's where it is empty; ConfigError where there is no user's."""
+    if cache_folder:
+        return Path(cache_folder).expanduser()
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchtitan" / "tokens"
     except RuntimeError:
@@ -177,47 +180,45 @@ def _read_header(path: Path, *, verify: bool = False) -> TokenHeader | None:
 
 def _assemble(parts: list[Path], path: Path, dtype: str, made_from: dict[str, Any]) -> None:
     """Write the token file at ``path``, its index, and then, as the sign that all is whole, its header."""
-    skipped = text_bytes = tokens = documents = 0
-    first_skipped, hasher, index_hasher = "", _hash(), _hash()
-    unfinished, unfinished_index = path.with_suffix(".part"), path.with_suffix(".index-part")
-    with open(unfinished, "wb") as file, open(unfinished_index, "wb") as index:
-        for part in parts:
-            piece = Piece.read(part)
-            skipped += piece.skipped
-            text_bytes += piece.text_bytes
-            first_skipped = first_skipped or piece.first_skipped
-            for content, to, hashed in (
-                (piece.ids.astype(dtype).data, file, hasher),
-                ((piece.ends + tokens).astype("<u8").data, index, index_hasher),
-            ):
-                hashed.update(content)
-                to.write(content)
-            tokens += piece.ids.size
-            documents += piece.ends.size
-        # The header must not reach the disk before what it vouches for.
-        for written in (file, index):
-            written.flush()
-            os.fsync(written.fileno())
-    if tokens == 0:
-        unfinished.unlink()
-        unfinished_index.unlink()
-        lost = f"; {skipped} bad records were skipped, the first: {first_skipped}" if skipped else ""
-        raise ConfigError("training.dataset_path", f"the data set is empty: no token in {documents} documents{lost}")
+    writer = DsWriter(path, dtype, made_from["tokenizer_name"])
+    skipped, text_bytes, first_skipped = add_pieces(parts, writer)
+    if writer.tokens == 0:
+        writer.discard()
+        raise empty(writer.documents, skipped, first_skipped)
     header = TokenHeader(
         format=_FORMAT,
         dtype=dtype,
-        tokens=tokens,
-        documents=documents,
+        tokens=writer.tokens,
+        documents=writer.documents,
         skipped=skipped,
         first_skipped=first_skipped,
         text_bytes=text_bytes,
-        fingerprint=hasher.hexdigest(),
-        index_fingerprint=index_hasher.hexdigest(),
+        fingerprint=writer.fingerprint,
+        index_fingerprint=writer.index_fingerprint,
         made_from=made_from,
     )
+    # The header must not reach the disk before what it vouches for.
     path.with_suffix(".json").unlink(missing_ok=True)
-    unfinished.rename(path)
-    unfinished_index.rename(index_path(path))
-    metadata_path(path).write_text(metadata_text(made_from["tokenizer_name"], np.dtype(dtype).itemsize, tokens))
+    writer.finish()
+    unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(asdict(header), indent=2) + "\n")
     unfinished.rename(path.with_suffix(".json"))
+
+
+def add_pieces(parts: list[Path], writer: TokenWriter) -> tuple[int, int, str]:
+    """Give all pieces to ``writer``; how many records were skipped, bytes of text, and the first that was skipped."""
+    skipped = text_bytes = 0
+    first_skipped = ""
+    for part in parts:
+        piece = Piece.read(part)
+        skipped += piece.skipped
+        text_bytes += piece.text_bytes
+        first_skipped = first_skipped or piece.first_skipped
+        writer.add(piece.ids, piece.ends)
+    return skipped, text_bytes, first_skipped
+
+
+def empty(documents: int, skipped: int, first_skipped: str) -> ConfigError:
+    """What is raised for a data set without any token."""
+    lost = f"; {skipped} bad records were skipped, the first: {first_skipped}" if skipped else ""
+    return ConfigError("training.dataset_path", f"the data set is empty: no token in {documents} documents{lost}")

@@ -7,11 +7,21 @@ number for people. What becomes of the tokens does not belong here.
 
 from __future__ import annotations
 
+import hashlib
+import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from torchtitan.data.files import KEY
+from torchtitan.data.tokens.mapped import MappedTokens, index_hash, sampled_hash
+from torchtitan.data.tokens.store import map_array
+from torchtitan.errors import ConfigError
+
+_CHUNK = 1 << 20
 
 
 def index_path(ds: Path) -> Path:
@@ -44,6 +54,117 @@ class EndedDocuments:
 
     def holding(self, token: int) -> int:
         return int(np.searchsorted(self._ends, np.uint64(token), side="right"))
+
+
+class DsFile(MappedTokens):
+    """A ``.ds`` file whose index was looked at; ``index_fingerprint`` is None where it has none."""
+
+    def __init__(
+        self, path: Path, dtype: str, vocab_size: int, fingerprint: str, index_fingerprint: str | None
+    ) -> None:
+        documents = None
+        if index_fingerprint is not None:
+            documents = EndedDocuments(map_array(index_path(path), "<u8"), index_fingerprint)
+        super().__init__(path, dtype, vocab_size=vocab_size, documents=documents, fingerprint=fingerprint)
+        self._made_of = (path, dtype, vocab_size, fingerprint, index_fingerprint)
+
+    def __reduce__(self) -> tuple[type[DsFile], tuple[Any, ...]]:
+        return DsFile, self._made_of
+
+
+def open_ds(path: Path, dtype: str, *, vocab_size: int, sampled_blocks: int) -> DsFile:
+    """The file at ``path``, with its documents where it has an index; ConfigError where that is not its own."""
+    index, index_fingerprint = index_path(path), None
+    if index.exists():
+        _check_index(index, path.stat().st_size // np.dtype(dtype).itemsize)
+        index_fingerprint = index_hash(index)
+    fingerprint = f"{dtype} {sampled_hash(path, sampled_blocks)}"
+    return DsFile(path, dtype, vocab_size, fingerprint, index_fingerprint)
+
+
+def _check_index(path: Path, tokens: int) -> None:
+    size = path.stat().st_size
+    if size % 8:
+        raise ConfigError(KEY, f"{path} has {size:,} bytes, which are no whole numbers of 8: it is cut off")
+    ends = map_array(path, "<u8")
+    last = int(ends[-1]) if len(ends) else 0
+    if last != tokens:
+        raise ConfigError(
+            KEY, f"{path} ends its last document at token {last:,}, but the file beside it holds {tokens:,} tokens"
+        )
+    for first in range(0, len(ends), _CHUNK):
+        chunk = ends[max(first - 1, 0) : first + _CHUNK]
+        falling = np.flatnonzero(chunk[1:] < chunk[:-1])
+        if falling.size:
+            document = max(first - 1, 0) + int(falling[0]) + 1
+            raise ConfigError(KEY, f"{path}: document {document:,} ends before the one that precedes it")
+
+
+def read_metadata(ds: Path) -> tuple[str, int, int] | None:
+    """Tokenizer, bytes of an id and number of tokens that stand beside ``ds``; None where nothing does."""
+    path = metadata_path(ds)
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+        # The name may have bars itself: without one datatrove writes "Unknown Tokenizer|2|2".
+        tokenizer, _, id_bytes = lines[0].rpartition("|")
+        return tokenizer, int(id_bytes), int(lines[1])
+    except FileNotFoundError:
+        return None
+    except (ValueError, IndexError):
+        raise ConfigError(
+            KEY, f"{path} does not begin with a line 'tokenizer|bytes of an id' and one with the number of tokens"
+        ) from None
+
+
+class DsWriter:
+    """Writes ``X.ds``, its index and its metadata; nothing lies at their names before ``finish``."""
+
+    def __init__(self, path: Path, dtype: str, tokenizer: str) -> None:
+        self.path, self.tokens, self.documents = path, 0, 0
+        self._dtype, self._tokenizer = dtype, tokenizer
+        self._hasher, self._index_hasher = (hashlib.blake2b(digest_size=16) for _ in range(2))
+        self._parts = path.with_suffix(".part"), path.with_suffix(".index-part")
+        self._files = ExitStack()
+        self._file = self._files.enter_context(self._parts[0].open("wb"))
+        self._index = self._files.enter_context(self._parts[1].open("wb"))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all ids."""
+        return self._hasher.hexdigest()
+
+    @property
+    def index_fingerprint(self) -> str:
+        """Hash of the ends of all documents."""
+        return self._index_hasher.hexdigest()
+
+    def add(self, ids: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> None:
+        """More ids, and after how many of them documents end, ascending."""
+        for content, to, hasher in (
+            (ids.astype(self._dtype).data, self._file, self._hasher),
+            ((ends + self.tokens).astype("<u8").data, self._index, self._index_hasher),
+        ):
+            hasher.update(content)
+            to.write(content)
+        self.tokens += ids.size
+        self.documents += ends.size
+
+    def finish(self) -> None:
+        """Put all in its place, the ids last."""
+        for file in (self._file, self._index):
+            file.flush()
+            os.fsync(file.fileno())
+        self._files.close()
+        text = metadata_text(self._tokenizer, np.dtype(self._dtype).itemsize, self.tokens)
+        metadata_path(self.path).write_text(text)
+        self._parts[1].rename(index_path(self.path))
+        self._parts[0].rename(self.path)
+
+    def discard(self) -> None:
+        """Leave nothing of it."""
+        self._files.close()
+        for part in self._parts:
+            part.unlink(missing_ok=True)
 
 
 def metadata_text(tokenizer: str, id_bytes: int, tokens: int) -> str:

@@ -6,7 +6,7 @@ Which pieces there are is the source's; where the ids of all pieces go, the busi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from torchtitan.data.datasets import Passage, Skipped, TextSource
 from torchtitan.data.files import PLACES_TO_CUT
-from torchtitan.data.tokenizer import Tokenizer, required_vocab_size
+from torchtitan.data.tokenizer import DescribedTokenizer, Tokenizer, required_vocab_size
 from torchtitan.data.tokens.datatrove import id_dtype
 
 _SEGMENT_CHARACTERS = 1 << 16
@@ -31,6 +31,19 @@ class Encoding:
     tokenizer: Tokenizer
     bos_id: int | None
     eos_id: int | None
+
+    def around(self, ids: Sequence[int], *, opens: bool, closes: bool) -> tuple[list[int], list[int]]:
+        """What stands before and after ``ids`` of a document, or of a part of one that opens or closes it.
+
+        A text in which special tokens are parsed may spell BOS or EOS where they belong; they do not come twice.
+        """
+        return self._once(opens, self.bos_id, ids[:1]), self._once(closes, self.eos_id, ids[-1:])
+
+    def _once(self, wanted: bool, edge: int | None, there: Sequence[int]) -> list[int]:
+        if not wanted or edge is None:
+            return []
+        known = self.tokenizer if edge in there and isinstance(self.tokenizer, DescribedTokenizer) else None
+        return [] if known and edge in known.special_tokens.values() else [edge]
 
     @property
     def limit(self) -> int:
@@ -94,11 +107,10 @@ def encode_documents(documents: Iterable[str | Passage | Skipped], encoding: Enc
         flat: list[int] = []
         encoded = tokenizer.encode_batch([text for text, _, _ in segments])
         for (_, opens, closes), ids in zip(segments, encoded, strict=True):
-            if opens and encoding.bos_id is not None:
-                flat.append(encoding.bos_id)
-            flat.extend(ids)
-            if closes and encoding.eos_id is not None:
-                flat.append(encoding.eos_id)
+            before, after = encoding.around(ids, opens=opens, closes=closes)
+            flat += before
+            flat += ids
+            flat += after
             if closes:
                 ends.append(tokens + len(flat))
         if not all(0 <= edge < limit for edge in (min(flat, default=0), max(flat, default=0))):

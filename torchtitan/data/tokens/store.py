@@ -54,6 +54,25 @@ class Tokens(Protocol):
         ...
 
 
+class TokenWriter(Protocol):
+    """Writes tokens in a format of files."""
+
+    tokens: int
+    documents: int
+
+    def add(self, ids: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> None:
+        """More ids, and after how many of them documents end, ascending."""
+        ...
+
+    def finish(self) -> None:
+        """Put all in its place."""
+        ...
+
+    def discard(self) -> None:
+        """Leave nothing of it."""
+        ...
+
+
 def map_array(path: Path, dtype: str | np.dtype[Any], *, offset: int = 0, count: int = -1) -> npt.NDArray[Any]:
     """``count`` numbers from byte ``offset`` of a file on (-1: all), mapped into memory, not to be written to.
 
@@ -66,9 +85,14 @@ def map_array(path: Path, dtype: str | np.dtype[Any], *, offset: int = 0, count:
     return np.frombuffer(content, dtype, count, offset)
 
 
-def circle_window(ids: npt.NDArray[Any], start: int, length: int) -> npt.NDArray[np.int64]:
-    """What ``Tokens.window`` gives, of ``ids`` in one array."""
+def circle_slice(ids: npt.NDArray[Any], start: int, length: int) -> npt.NDArray[Any]:
+    """``length`` of ``ids`` from ``start`` on, as they are stored; after the last one comes the first."""
     start %= len(ids)
     if start + length <= len(ids):
-        return ids[start : start + length].astype(np.int64)
-    return ids[np.arange(start, start + length) % len(ids)].astype(np.int64)
+        return ids[start : start + length]
+    return ids[np.arange(start, start + length) % len(ids)]
+
+
+def circle_window(ids: npt.NDArray[Any], start: int, length: int) -> npt.NDArray[np.int64]:
+    """What ``Tokens.window`` gives, of ``ids`` in one array."""
+    return circle_slice(ids, start, length).astype(np.int64)

@@ -29,8 +29,7 @@ import numpy.typing as npt
 
 from torchtitan.data.datasets import Interrupted, Place, Skipped, StreamSource
 from torchtitan.data.sharing import take_lock
-from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.tokens.cache import cached_path
+from torchtitan.data.tokens.cache import cached_file
 from torchtitan.data.tokens.datatrove import index_path, metadata_path, metadata_text
 from torchtitan.data.tokens.encode import Encoding, encode_documents
 from torchtitan.data.tokens.store import circle_window, map_array
@@ -41,6 +40,7 @@ _POLL_SECONDS = 0.02
 _TOLD_SECONDS = 30.0
 _RETRY_SECONDS = (1, 2, 4, 8, 16, 30, 60)
 """How long is waited before a stream that broke off is read again; after the last time it has failed."""
+_ALL = 1 << 62
 _PIECE_CHARACTERS = 1 << 25
 _RECORD = struct.Struct("<6Q8s")
 
@@ -81,16 +81,13 @@ def read_journal(path: Path) -> tuple[Progress, int]:
     return Progress(), 0
 
 
-def open_stream(
-    source: StreamSource, tokenizer: Tokenizer, *, bos_id: int | None, eos_id: int | None, cache_folder: str = ""
-) -> StreamTokens:
+def open_stream(source: StreamSource, encoding: Encoding, *, cache_folder: str = "") -> StreamTokens:
     """The tokens of ``source``, of which the first are there; the others come when they are needed.
 
     They stay in ``cache_folder`` (empty: the user's), 2 or 4 bytes each, so that a restart reads no text twice. Raises
     ConfigError for a stream that cannot be read or holds nothing, and for a folder that cannot be used.
     """
-    encoding = Encoding(tokenizer, bos_id, eos_id)
-    path, recipe = cached_path(source, encoding, cache_folder)
+    path, recipe = cached_file(source, encoding, cache_folder)
     with _told_as_cache_folder(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     tokens = StreamTokens(path, source, encoding, hashlib.sha256(json.dumps(recipe).encode()).hexdigest())
@@ -126,9 +123,13 @@ class StreamTokens:
     def __reduce__(self) -> tuple[type[StreamTokens], tuple[Any, ...]]:
         return StreamTokens, (self.path, self._source, self._encoding, self.fingerprint)
 
-    def __len__(self) -> int:
+    @property
+    def ended(self) -> bool:
         self._look()
-        if not self.progress.ended:
+        return bool(self.progress.ended)
+
+    def __len__(self) -> int:
+        if not self.ended:
             raise ConfigError(
                 "data.args.streaming",
                 f"how many tokens {self._source.name} has is known when all of it was read; "
@@ -143,6 +144,10 @@ class StreamTokens:
         if stop <= self.progress.tokens:
             return self._ids[start:stop].astype(np.int64)
         return circle_window(self._ids, start, length)
+
+    def read_to_end(self) -> None:
+        """Wait until all of the stream is there."""
+        self._wait_for(_ALL)
 
     def want(self, stop: int) -> None:
         """Let the tokens before ``stop`` be read meanwhile; waits for nothing."""
@@ -178,7 +183,7 @@ class StreamTokens:
                 told = time.monotonic()
                 logger.info(
                     f"{self._source.name}: waiting for its tokens since {told - began:.0f} s: "
-                    f"{self.progress.tokens:,} are there, {stop:,} are needed"
+                    f"{self.progress.tokens:,} are there, {'all' if stop == _ALL else f'{stop:,}'} are needed"
                 )
             time.sleep(_POLL_SECONDS)
             looks += 1

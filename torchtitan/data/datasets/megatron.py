@@ -1,0 +1,77 @@
+"""Tokens as Megatron-LM writes them.
+
+The format is in ``tokens/megatron.py``, the order in which Megatron-LM trains on them in ``rows/megatron.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from torchtitan.data.datasets import DATASETS, OnBadRecord, TokenSource, needed
+from torchtitan.data.datasets.nanoset import OrderSeed
+from torchtitan.data.files import KEY
+from torchtitan.data.tokens.mapped import JoinedTokens, find_token_files, mapping
+from torchtitan.data.tokens.megatron import Header, IndexedFile, open_indexed, read_header, with_ending
+from torchtitan.errors import ConfigError
+
+_SAMPLED_BLOCKS = 1 << 10
+
+Part = Literal["train", "valid", "test"]
+Split = Annotated[
+    str | None,
+    Field(description='data.order = "source": shares of sequences for training, validation, test; none: "969, 30, 1"'),
+]
+PartOf = Annotated[Part | None, Field(description="which of these shares; none: train")]
+
+
+@DATASETS.register("megatron")
+def build_megatron(
+    path: str | None,
+    on_bad_record: OnBadRecord,
+    *,
+    order_seed: OrderSeed = None,
+    split: Split = None,
+    part: PartOf = None,
+) -> TokenSource:
+    """Tokens of Megatron-LM: what ``X.bin`` and ``X.idx`` are called without their ending, one of them, a folder or a
+    glob; several are one, by name."""
+    path = needed(path, "megatron")
+    given = {"order_seed": order_seed, "split": split, "part": part}
+    options: Mapping[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return MegatronSource(path, [read_header(prefix) for prefix in _prefixes(path)], options)
+
+
+def _prefixes(path: str) -> list[Path]:
+    prefix = Path(path).expanduser()
+    if with_ending(prefix, ".idx").is_file() or with_ending(prefix, ".bin").is_file():
+        return [prefix]
+    return sorted({file.with_suffix("") for file in find_token_files(path, [".bin", ".idx"])})
+
+
+class MegatronSource:
+    """Files of Megatron-LM, as one, in the order of their names."""
+
+    name = "megatron"
+
+    def __init__(self, path: str, headers: list[Header], order_options: Mapping[str, Any]) -> None:
+        self.order_options, self._headers = order_options, headers
+        tokens = sum(header.bin.stat().st_size // header.id_bytes for header in headers)
+        if tokens == 0:
+            raise ConfigError(KEY, f"there is no token in {path}")
+        sequences = sum(header.sequences for header in headers)
+        self.description = f"{len(headers)} file(s) with {tokens:,} tokens in {sequences:,} sequences at {path}"
+
+    def open(self, vocab_size: int) -> JoinedTokens | IndexedFile:
+        parts = self.open_files(vocab_size)
+        return parts[0] if len(parts) == 1 else JoinedTokens(parts)
+
+    def open_files(self, vocab_size: int) -> list[IndexedFile]:
+        """The tokens of each file that has any."""
+        headers = [header for header in self._headers if header.sequences and header.bin.stat().st_size]
+        blocks = max(4, _SAMPLED_BLOCKS // len(headers))
+        with mapping(len(headers)):
+            return [open_indexed(header, vocab_size=vocab_size, sampled_blocks=blocks) for header in headers]

@@ -1,0 +1,50 @@
+"""build_rows(): the one place that picks what a row is.
+
+What makes up a row of a kind is in the module of that kind.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torchtitan.data.rows.best_fit import BestFitRows
+from torchtitan.data.rows.concat import ConcatRows
+from torchtitan.data.rows.documents import DocumentRows
+from torchtitan.data.rows.rows import SourceRows
+from torchtitan.data.rows.stream import StreamRows
+from torchtitan.data.tokens.store import Tokens
+from torchtitan.data.tokens.stream import StreamTokens
+from torchtitan.errors import ConfigError
+
+Packing = Literal["concat", "documents", "best_fit"]
+
+
+def build_rows(
+    tokens: Tokens, *, packing: Packing, seq_len: int, shuffle: bool, seed: int, cache_folder: str = ""
+) -> SourceRows:
+    """Rows of ``seq_len`` tokens; ``cache_folder`` (empty: the user's) keeps what ``packing`` has to plan.
+
+    Needs no process group: ranks on one file system plan together, once. ConfigError where ``packing`` needs to know
+    where documents begin and nothing says it, where nothing is left of them, and for a folder that cannot be used.
+    """
+    if isinstance(tokens, StreamTokens):
+        if packing != "concat":
+            raise ConfigError(
+                "data.packing",
+                f'"{packing}" needs to know all documents, and those of a stream come while training goes on; '
+                'set data.args.streaming = false, or this to "concat"',
+            )
+        return StreamRows(tokens, seq_len=seq_len, shuffle=shuffle, seed=seed)
+    if packing == "concat":
+        return ConcatRows(tokens, seq_len=seq_len, shuffle=shuffle, seed=seed)
+    if tokens.documents is None:
+        raise ConfigError(
+            "data.packing",
+            f'"{packing}" needs to know where documents begin, and the token files have no index that says so; '
+            'bring it, or set this to "concat"',
+        )
+    if packing == "documents":
+        return DocumentRows(tokens, tokens.documents, seq_len=seq_len, shuffle=shuffle, seed=seed)
+    return BestFitRows.plan(
+        tokens, tokens.documents, seq_len=seq_len, shuffle=shuffle, seed=seed, cache_folder=cache_folder
+    )

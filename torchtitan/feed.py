@@ -1,0 +1,62 @@
+"""From a job to the rows that it trains on: its sources opened, cut into rows, and blended.
+
+Which rows a rank takes at a step is in ``data/loader.py``; where a run stands among them, in ``state.py``.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torchtitan.data.blend import Source
+from torchtitan.data.rows.build import build_rows
+from torchtitan.data.rows.mixture import Mixture, split_fingerprint
+from torchtitan.data.rows.rows import SourceRows
+from torchtitan.data.tokens.store import Tokens
+from torchtitan.errors import ConfigError
+from torchtitan.resolve import Job
+from torchtitan.state import DataStage
+
+
+def open_rows(job: Job, *, rank: int = 0, ranks: int = 1) -> dict[str, SourceRows]:
+    """The rows of each source by its name; all ``ranks`` share the work where text is to be tokenised first."""
+    data, training = job.config.data, job.config.training
+    return {
+        name: build_rows(
+            open_source(job, source, rank=rank, ranks=ranks),
+            packing=data.packing,
+            seq_len=training.seq_len,
+            shuffle=data.shuffle,
+            seed=job.config.debug.seed,
+            cache_folder=data.cache_folder,
+        )
+        for name, source in job.blend.sources.items()
+    }
+
+
+def open_source(job: Job, source: Source, *, rank: int, ranks: int) -> Tokens:
+    """The tokens of a data set of ``job``."""
+    folder = job.config.data.cache_folder
+    return source.open(job.encoding, job.args.vocab_size, cache_folder=folder, rank=rank, ranks=ranks)
+
+
+def data_stages(job: Job, rows: Mapping[str, SourceRows]) -> list[DataStage]:
+    """What tells the stages of the blend apart from others."""
+    return [DataStage(stage.from_step, split_fingerprint(stage.weights, rows), stage.key) for stage in job.blend.stages]
+
+
+def blended(job: Job, rows: Mapping[str, SourceRows], begins: Sequence[int]) -> Mixture:
+    """The rows of all sources in their global order, given the row that each stage begins with."""
+    stages = zip(begins, job.blend.stages, strict=True)
+    return Mixture(rows, [(begin, stage.weights) for begin, stage in stages])
+
+
+def check_epochs(job: Job, rows: Mapping[str, SourceRows], mixture: Mixture, last_row: int) -> None:
+    """ConfigError if the first ``last_row`` rows read a source more often than ``data.max_epochs``."""
+    most = job.config.data.max_epochs
+    if most is None:
+        return
+    for name, count in mixture.counts(last_row).items():
+        if count > most * (held := rows[name].rows_per_epoch):
+            raise ConfigError(
+                "data.max_epochs",
+                f"{name} has {held:,} rows an epoch, and the last step would be at its row {count:,}; take fewer "
+                "steps, more data or another weight",
+            )
