@@ -3,6 +3,7 @@
 What the rows of a set are is in ``data/rows/validation.py``; what becomes of the numbers, in ``observe/``.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,13 @@ import torch
 
 from torchtitan.config.schema import DataLoader
 from torchtitan.data.loader import Share, build_loader
-from torchtitan.data.rows.validation import FiniteRows, Rounds, WindowsOnce
+from torchtitan.data.rows.build import build_rows_once
+from torchtitan.data.rows.validation import FiniteRows, Rounds
+from torchtitan.data.tokens.stream import StreamTokens
 from torchtitan.distributed.runner import Runner
 from torchtitan.distributed.topology import Topology
 from torchtitan.distributed.world import World
+from torchtitan.errors import keys_told_as
 from torchtitan.feed import open_source
 from torchtitan.log import logger
 from torchtitan.observe.metrics import ValidationStats
@@ -117,7 +121,7 @@ class Evaluator:
         # Tensor peers hold the same loss, other peers parts of it; all peers counted the same labels.
         loss, valid = self._world.sum([float(total) / degrees.tensor, own_valid])
         tokens = round(valid) // degrees.copies
-        return loss / tokens, tokens
+        return loss / tokens if tokens else math.nan, tokens
 
     @contextmanager
     def _without_trace(self) -> Iterator[None]:
@@ -139,12 +143,19 @@ class Evaluator:
 
 
 def open_held_out(job: Job, *, rank: int, ranks: int) -> list[HeldOut]:
-    """The sets that ``job`` validates on; all ``ranks`` share the work where text is to be tokenised first."""
-    held_out = []
+    """The sets that ``job`` validates on, packed as what it trains on; all ``ranks`` share the work where text is to be
+    tokenised first."""
+    held_out, data = [], job.config.data
     if job.validation is not None:
         for name, source in job.validation.sets.items():
             tokens = open_source(job, source, rank=rank, ranks=ranks)
-            held_out.append(HeldOut(name, WindowsOnce(tokens, seq_len=job.validation.seq_len)))
+            if isinstance(tokens, StreamTokens):
+                tokens.read_to_end()  # for a table has a length
+            with keys_told_as(source.told_as):
+                rows = build_rows_once(
+                    tokens, packing=data.packing, seq_len=job.validation.seq_len, cache_folder=data.cache_folder
+                )
+            held_out.append(HeldOut(name, rows))
     return held_out
 
 

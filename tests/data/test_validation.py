@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.data.test_tokens import opened
 from torchtitan.data.batch import IGNORE_INDEX
 from torchtitan.data.loader import build_loader
+from torchtitan.data.rows.build import Packing, build_rows_once
 from torchtitan.data.rows.validation import Rounds, WindowsOnce
 from torchtitan.errors import ConfigError
 
@@ -45,6 +47,40 @@ def test_the_last_row_is_filled_up(tmp_path: Path) -> None:
     for outside in (-1, 2):
         with pytest.raises(IndexError):
             rows[outside]
+
+
+DOCUMENTS = ["ab", "", "c", "defghijklmnopq", "rs", "", "t"]
+
+
+@pytest.mark.parametrize("packing", ["concat", "documents", "best_fit"])
+@pytest.mark.parametrize("seq_len", [1, 3, 4, 7, 100])
+@pytest.mark.parametrize("marked", [True, False], ids=["with BOS and EOS", "as it lies"])
+def test_every_label_of_a_packing_comes_once_behind_what_it_may_see(
+    tmp_path: Path, packing: Packing, seq_len: int, marked: bool
+) -> None:
+    special = {} if marked else {"bos_id": None, "eos_id": None}
+    tokens = opened(tmp_path, DOCUMENTS, **special)
+    ids, documents = tokens.window(0, len(tokens)).tolist(), tokens.documents
+    starts = {0} if packing == "concat" else {*documents.starts(0, len(documents)).tolist()} - {len(ids)}
+    rows = build_rows_once(tokens, packing=packing, seq_len=seq_len, cache_folder=str(tmp_path))
+    predicted = []
+    for row in range(len(rows)):
+        tokens_of, labels, positions = (t.tolist() for t in rows[row])
+        for place, label in enumerate(labels):
+            if label == IGNORE_INDEX:
+                continue
+            seen = positions[place] + 1
+            # Which place of the data it is: what is seen and the label stand there, in one document.
+            piece = [*tokens_of[place - seen + 1 : place + 1], label]
+            assert [positions[p] for p in range(place - seen + 1, place + 1)] == list(range(seen))
+            found = [
+                i
+                for i in range(len(ids))
+                if ids[i : i + seen + 1] == piece and not starts & {*range(i + 1, i + seen + 1)}
+            ]
+            assert found
+            predicted.append(label)
+    assert Counter(predicted) == Counter(ids[i] for i in range(len(ids)) if i not in starts)
 
 
 def test_a_single_token_is_refused(tmp_path: Path) -> None:

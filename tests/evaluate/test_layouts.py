@@ -1,11 +1,12 @@
 """Validation in runs of the real trainer: one number in every layout, and a run that is as if there had been none."""
 
+import itertools
 import json
 import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.launch import run_ranks
-from tests.runs import Outcome, metrics, run_job, tiny_argv
+from tests.runs import Outcome, metrics, run_job, run_jobs, tiny_argv, tiny_text
 from torchtitan.config import load_config
-from torchtitan.data.tokens.cache import open_tokens
 from torchtitan.distributed.world import World
 from torchtitan.evaluate import Evaluator
+from torchtitan.feed import open_source
 from torchtitan.observe import clock
 from torchtitan.observe.metrics import ValidationStats
 from torchtitan.resilience.guard import StopRequest
@@ -29,14 +30,21 @@ STEPS = 3
 SEQ_LEN = 24
 DUE = [1, 2, 3]
 ROWS = {"whole": 7, "first": 2}
+LENGTHS = [5, 17, 0, 1, 30, 40, 12, 41]
+"""Of the held-out documents, in bytes: with BOS and EOS 162 tokens, six rows and a bit."""
 
 LAYOUTS: dict[int, dict[str, list[str]]] = {
-    1: {"one": []},
+    1: {
+        "one": [],
+        "one, documents": ["--data.packing=documents"],
+        "one, best_fit": ["--data.packing=best_fit"],
+    },
     2: {
         "dp 2": [],
         "dp 2, workers": ["--validation.dataloader.num_workers=1", "--validation.local_batch_size=1"],
         "tp 2": ["tensor_parallel_degree=2"],
         "cp 2": ["context_parallel_degree=2"],
+        "cp 2, documents": ["--data.packing=documents", "context_parallel_degree=2"],
         "pp 2": ["pipeline_parallel_degree=2", "--training.local_batch_size=6", "--validation.local_batch_size=4"],
         "pp 2 in a V, rows by twos": [
             "pipeline_parallel_degree=2",
@@ -66,12 +74,13 @@ def argv(folder: Path, layout: str, run: str, *more: str) -> list[str]:
 
 
 def validation_argv(folder: Path, rows: str) -> list[str]:
-    """Validation on text of its own, of which a round takes the ``whole`` or two ``first`` rows."""
-    text = folder / "held-out.txt"
-    text.write_text("What was not trained on, but looked at. " * 4)  # with BOS and EOS 162 tokens: six rows and a bit
-    words = [] if rows == "whole" else ["steps=1", f"global_batch_size={ROWS[rows]}"]
-    words += ["enable", "dataset=text", f"dataset_path={text}", "freq=2", f"seq_len={SEQ_LEN}"]
-    return [f"--validation.{word}" for word in words]
+    """Validation on documents of its own, of which a round takes the ``whole`` or two ``first`` rows."""
+    text = folder / "held-out.jsonl"
+    words = "What was not trained on, but looked at."
+    text.write_text("\n".join(json.dumps({"text": (words * 2)[:length]}) for length in LENGTHS))
+    keys = [] if rows == "whole" else ["steps=1", f"global_batch_size={ROWS[rows]}"]
+    keys += ["enable", "dataset=jsonl", f"dataset_path={text}", "freq=2", f"seq_len={SEQ_LEN}"]
+    return [f"--validation.{key}" for key in keys]
 
 
 def spied_run(world: World, argv: Sequence[str]) -> tuple[Outcome, list[str]]:
@@ -163,24 +172,36 @@ def test_an_hour_of_validation_is_not_training(outcomes: dict[str, Any], folder:
     assert all(line["step_seconds"] < 1800 for line in metrics(folder / f"{layout}: whole"))
 
 
+def pieces(packing: str, rows: int) -> Iterator[tuple[int, int]]:
+    """What is predicted at once: the first token that is seen, and the number of labels after it."""
+    ends = list(itertools.accumulate(length + 2 for length in LENGTHS))
+    documents = list(zip([0, *ends], ends, strict=False))
+    if packing == "best_fit":
+        cuts = ((start, end, cut) for start, end in documents for cut in range(start, end - 1, SEQ_LEN))
+        yield from ((cut, min(SEQ_LEN, end - 1 - cut)) for _, end, cut in cuts)
+        return
+    for cut in range(0, min(ends[-1] - 1, rows * SEQ_LEN), SEQ_LEN):
+        for start, end in documents if packing == "documents" else [(0, ends[-1])]:
+            first, last = max(start, cut), min(end - 1, cut + SEQ_LEN)
+            if first < last:
+                yield first, last - first
+
+
 def direct_loss(weights: Mapping[str, torch.Tensor], argv: Sequence[str], rows: int) -> tuple[float, int]:
-    """Of a model with these weights on the first ``rows`` windows of the held-out text, one window at a time and as
-    long as it is; and the number of labels."""
-    config = load_config(argv)
-    job = resolve_job(config, 1)
+    """Of a model with these weights on the held-out documents, piece by piece; and the number of labels."""
+    job = resolve_job(load_config(argv), 1)
     assert job.validation is not None
-    (held_out,) = job.validation.sources
-    tokens = open_tokens(held_out.source, job.tokenizer, bos_id=job.bos_id, eos_id=job.eos_id)
+    tokens = open_source(job, job.validation.sets[None], rank=0, ranks=1)
     ids = torch.from_numpy(tokens.window(0, len(tokens)))
     model = job.spec.build_meta(job.args).to_empty(device="cpu")
     model.load_state_dict(dict(weights))
     total, count = 0.0, 0
-    for start in range(0, min(len(ids) - 1, rows * SEQ_LEN), SEQ_LEN):
-        window = ids[start : start + SEQ_LEN + 1]
+    for start, labels in pieces(job.config.data.packing, rows):
+        piece = ids[start : start + labels + 1]
         with torch.no_grad():
-            logits = model(window[None, :-1], torch.arange(len(window) - 1)[None])
-        total += float(cross_entropy(logits[0].double(), window[1:], reduction="sum"))
-        count += len(window) - 1
+            logits = model(piece[None, :-1], torch.arange(labels)[None])
+        total += float(cross_entropy(logits[0].double(), piece[1:], reduction="sum"))
+        count += labels
     return total / count, count
 
 
@@ -196,9 +217,10 @@ def test_the_loss_is_that_of_the_text_in_every_layout(
     argv_of = [word for word in argv_of if not word.startswith("--parallelism.")]
     expected, tokens = direct_loss(run.weights, argv_of, ROWS[rows])
     assert {line["tokens"] for line in lines} == {tokens}
-    assert tokens == (161 if rows == "whole" else 2 * SEQ_LEN)
+    apart = "documents" in layout or "best_fit" in layout
+    assert tokens == ((162 - len(LENGTHS) if apart else 161) if rows == "whole" else 2 * SEQ_LEN)
     assert lines[-1]["loss"] == pytest.approx(expected, abs=2e-6)
-    if layout != "pp 2 in a V, rows by twos":  # which has more layers
+    if not apart and layout != "pp 2 in a V, rows by twos":  # which has more layers
         others = validations(folder / f"one: {rows}")
         assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in others], abs=1e-5)
     assert all(line["seconds"] > 0 for line in lines)
@@ -234,6 +256,28 @@ def test_a_run_that_goes_on_validates_at_the_same_steps(tmp_path: Path) -> None:
     for lines in (gone_on, back):
         same = [line["loss"] for line in lines if line["step"] != 3]
         assert same == pytest.approx([line["loss"] for line in through], abs=1e-5)
+
+
+def test_several_sets_each_have_a_loss(tmp_path: Path) -> None:
+    """Those that they have alone."""
+    words = validation_argv(tmp_path, "whole")
+    one = next(word for word in words if word.startswith("--validation.dataset_path=")).partition("=")[2]
+    two = tiny_text(tmp_path)
+    rest = [word for word in words if not word.startswith("--validation.dataset")]
+    tables = ", ".join(
+        f'{{name = "{name}", dataset = "jsonl", dataset_path = "{path}"}}'
+        for name, path in (("one", one), ("two", two))
+    )
+    sets = ["--training.steps=2", f"--validation.sets=[{tables}]", *rest]
+    alone = ["--training.steps=2", "--validation.dataset=jsonl", f"--validation.dataset_path={two}", *rest]
+    runs = [("sets", sets), ("one", ["--training.steps=2", *words]), ("two", alone)]
+    run_ranks(run_jobs, 2, [tiny_argv(tmp_path, *words, run=run) for run, words in runs])
+    found, first, second = (validations(tmp_path / run) for run, _ in runs)
+    assert [(line["step"], line["set"]) for line in found] == [(1, "one"), (1, "two"), (2, "one"), (2, "two")]
+    for name, lines in (("one", first), ("two", second)):
+        own = [line for line in found if line["set"] == name]
+        assert [line["tokens"] for line in own] == [line["tokens"] for line in lines]
+        assert [line["loss"] for line in own] == pytest.approx([line["loss"] for line in lines], abs=1e-6)
 
 
 def stopped_and_gone_on(world: World, folder: Path, words: list[str]) -> list[Outcome]:

@@ -8,8 +8,8 @@ import pytest
 
 from torchtitan.errors import ConfigError
 from torchtitan.observe.device import Memory
-from torchtitan.observe.metrics import Metrics, StepStats
-from torchtitan.observe.sinks import SINKS, Record, RunFiles, Sink, build_sinks
+from torchtitan.observe.metrics import Metrics, StepStats, ValidationStats
+from torchtitan.observe.sinks import SINKS, Record, RunFiles, Sink, ValidationRecord, build_sinks
 
 GPU_MEMORY = Memory(40.0, 50.0, active_gib=32.0, active_percent=40.0, alloc_retries=1, ooms=0)
 HOST_MEMORY = Memory(1.5, 6.25)
@@ -44,6 +44,11 @@ def build_metrics(*sinks: Sink, **changes: Any) -> Metrics:
 def build_record(step: int = 20, **changes: Any) -> Record:
     """The record of a step that took as long and as many tokens as ``STATS``."""
     return {**build_metrics().write(replace(STATS, step=step)), **changes}
+
+
+def build_validation_record(**changes: Any) -> ValidationRecord:
+    """The record of a set of 40,000 tokens that took two seconds."""
+    return {**build_metrics().validated(ValidationStats(20, "wiki", 2.5, 40_000, 2.0)), **changes}
 
 
 def raises_key(key: str) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.observe.records import GPU_MEMORY, HOST_MEMORY, STATS, build_metrics
 from torchtitan.observe.device import memory, peak_flops
-from torchtitan.observe.metrics import Metrics, StepStats
+from torchtitan.observe.metrics import Metrics, StepStats, ValidationStats
 from torchtitan.observe.sinks import Record
 
 
@@ -95,6 +95,51 @@ def test_every_sink_gets_the_record_that_is_returned() -> None:
     metrics.close()
     assert [sink.records for sink in sinks] == [[record], [record]]
     assert all(sink.closed for sink in sinks)
+
+
+class Validated(Kept):
+    """Keeps what validation found as well."""
+
+    def validated(self, record: Record) -> None:
+        self.write(record)
+
+
+def test_what_validation_found_by_hand() -> None:
+    # 40,000 tokens in 2 s on 4 devices.
+    record = build_metrics().validated(ValidationStats(20, "wiki", 2.5, 40_000, 2.0))
+    expected = {
+        "step": 20,
+        "set": "wiki",
+        "loss": 2.5,
+        "tokens": 40_000,
+        "seconds": 2.0,
+        "tps": 5000.0,
+        "memory_gib": 40.0,
+        "memory_percent": 50.0,
+        "memory_active_gib": 32.0,
+        "memory_active_percent": 40.0,
+    }
+    assert abs(record.pop("wall_time") - time.time()) < 60
+    assert record == expected
+
+
+def test_sinks_that_know_nothing_of_validation_go_on(log: pytest.LogCaptureFixture) -> None:
+    old, new, full = Kept(), Validated(), Validated(NO_SPACE)
+    record = build_metrics(old, full, new).validated(ValidationStats(20, None, 2.5, 40_000, 2.0))
+    assert old.records == [] and new.records == [record]
+    (message,) = log.messages
+    assert "No space left on device" in message
+    with pytest.raises(KeyError, match="gone"):
+        build_metrics(Validated(KeyError("gone"))).validated(ValidationStats(20, None, 2.5, 40_000, 2.0))
+
+
+def test_validation_changes_neither_rates_nor_the_time_left() -> None:
+    metrics, other = build_metrics(), build_metrics()
+    for step in (10, 20):
+        stats = window(step, 10, 18.0)
+        other.validated(ValidationStats(step, None, 2.5, 40_000, 1000.0))
+        first, second = metrics.write(stats), other.write(stats)
+        assert first.pop("wall_time") != second.pop("wall_time") and first == second
 
 
 def test_a_full_disk_costs_one_warning_not_the_run(log: pytest.LogCaptureFixture) -> None:

@@ -10,9 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.records import build_record, build_sink, raises_key
+from tests.observe.records import build_record, build_sink, build_validation_record, raises_key
 from torchtitan.errors import ConfigError
-from torchtitan.observe.sinks import SINKS, Console, Jsonl, RunFiles, Sink, build_sinks, check_packages, console_line
+from torchtitan.observe.sinks import (
+    SINKS,
+    Console,
+    Jsonl,
+    RunFiles,
+    Sink,
+    build_sinks,
+    check_packages,
+    console_line,
+    validation_line,
+)
 
 COLOR = re.compile(r"\033\[[\d;]+m")
 
@@ -108,6 +118,18 @@ def test_console_colors() -> None:
     colors = ["31", "32", "38;5;208", "38;5;80", "34", "36", "35", "39"]
     assert COLOR.findall(line) == [f"\033[{color}m" for color in colors]
     assert line.startswith("\033[31mstep: 20  \033[32mloss: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [(None, ""), ("wiki", "  set: wiki")], ids=["the only set", "one of several"]
+)
+def test_line_of_validation(name: str | None, words: str) -> None:
+    record = build_validation_record(set=name, tps=12_345.6)
+    line = f"validate step: 20{words}  loss:  2.5000  memory: 40.00GiB(50.00%)  tps: 12,346"
+    assert validation_line(record, color=False) == line
+    colored = validation_line(record, color=True)
+    assert colored.startswith("\033[33mvalidate step: 20") and colored.endswith("\033[39m")
+    assert COLOR.sub("", colored) == line
 
 
 class Terminal:

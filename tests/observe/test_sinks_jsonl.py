@@ -1,4 +1,4 @@
-"""metrics.jsonl: its fields, what a resume cuts, what a full disk leaves."""
+"""metrics.jsonl and validation.jsonl: their fields, what a resume cuts, what a full disk leaves."""
 
 import errno
 import json
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.observe.records import HOST_MEMORY, STATS, build_metrics, build_record, build_sink
-from torchtitan.observe.sinks import Jsonl, cut_lines
+from tests.observe.records import HOST_MEMORY, STATS, build_metrics, build_record, build_sink, build_validation_record
+from torchtitan.observe.lines import JsonLines, cut_lines
 
 FIELDS = [
     *["step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen", "tps", "tflops", "mfu", "mfu_causal"],
@@ -121,14 +121,14 @@ def test_a_line_that_did_not_fit_on_the_disk_leaves_nothing_of_itself(tmp_path: 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.file, name)
 
-    sink = Jsonl(tmp_path / "metrics.jsonl", 0)
-    sink.write(build_record(1))
-    file, sink._file = sink._file, Full(sink._file)  # type: ignore[assignment]
+    lines = JsonLines(tmp_path / "metrics.jsonl", 0)
+    lines.append(build_record(1))
+    file, lines._file = lines._file, Full(lines._file)  # type: ignore[assignment]
     with pytest.raises(OSError, match="No space left"):
-        sink.write(build_record(2))
-    sink._file = file
-    sink.write(build_record(3))
-    sink.close()
+        lines.append(build_record(2))
+    lines._file = file
+    lines.append(build_record(3))
+    lines.close()
     assert steps_of(tmp_path) == [1, 3]
 
 
@@ -138,3 +138,51 @@ def test_a_new_run_keeps_the_lines_of_the_one_before_it(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [1, 2]
     (earlier,) = tmp_path.glob("metrics-*.jsonl")
     assert len(earlier.read_text().splitlines()) == 30
+
+
+def validate_steps(folder: Path, steps: range, resumed_step: int = 0) -> None:
+    sink = build_sink("jsonl", folder, resumed_step)
+    for step in steps:
+        for name in ("wiki", "code"):
+            sink.validated(build_validation_record(step=step, set=name))  # type: ignore[attr-defined]
+    sink.close()
+
+
+def test_validation_has_a_file_of_its_own(tmp_path: Path) -> None:
+    sink = build_sink("jsonl", tmp_path)
+    assert not (tmp_path / "validation.jsonl").exists()  # a run without validation has none
+    record = build_validation_record(loss=2.0 / 3.0)
+    sink.validated(record)  # type: ignore[attr-defined]
+    sink.validated(build_validation_record(loss=math.nan, set=None))  # type: ignore[attr-defined]
+    first, second = lines_of(tmp_path / "validation.jsonl")
+    sink.close()
+    assert list(first) == ["step", "set", "loss", "tokens", "seconds"]
+    assert first == {"step": 20, "set": "wiki", "loss": 2.0 / 3.0, "tokens": 40_000, "seconds": 2.0}
+    assert second["loss"] is None and second["set"] is None
+
+
+def test_validation_goes_on_after_the_step_that_the_run_resumes(tmp_path: Path) -> None:
+    validate_steps(tmp_path, range(1, 9))
+    validate_steps(tmp_path, range(6, 8), resumed_step=5)
+    assert [line["step"] for line in lines_of(tmp_path / "validation.jsonl")] == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        4,
+        4,
+        5,
+        5,
+        6,
+        6,
+        7,
+        7,
+    ]
+    build_sink("jsonl", tmp_path, resumed_step=2).close()  # also where it validates no more
+    assert [line["step"] for line in lines_of(tmp_path / "validation.jsonl")] == [1, 1, 2, 2]
+    validate_steps(tmp_path, range(1, 2))
+    assert [line["step"] for line in lines_of(tmp_path / "validation.jsonl")] == [1, 1]
+    (earlier,) = tmp_path.glob("validation-*.jsonl")
+    assert len(earlier.read_text().splitlines()) == 4

@@ -330,13 +330,13 @@ class JobConfig(Section):
         for which in ("bos", "eos"):
             if getattr(self.data, f"{which}_token") is not None and getattr(self.data, f"{which}_id") is not None:
                 raise ConfigError(f"data.{which}_token", f"data.{which}_id is given as well; keep one of them")
-        if self.data.sources:
-            one = {"dataset_path": None, "dataset": Training.model_fields["dataset"].default}
-            for name, unused in one.items():
-                if getattr(self.training, name) != unused:
-                    raise ConfigError(f"training.{name}", "data.sources names the data sets; leave this out")
-        if self.validation.sets and self.validation.dataset_path is not None:
-            raise ConfigError("validation.dataset_path", "validation.sets names the data sets; leave this out")
+        for tables, section in (("data.sources", "training"), ("validation.sets", "validation")):
+            if not self.value(tables):
+                continue
+            for name in ("dataset_path", "dataset"):
+                keys = getattr(self, section)
+                if getattr(keys, name) != type(keys).model_fields[name].default:
+                    raise ConfigError(f"{section}.{name}", f"{tables} names the data sets; leave this out")
         for section in ("training", "validation"):
             loader = getattr(self, section).dataloader
             if loader.prefetch_factor is not None and loader.num_workers == 0:

@@ -144,7 +144,6 @@ _add(
         "num_fragments": 1,
     },
 )
-_add("validation", "validation on several sets", {"sets": ABSENT})
 _add(
     "guard",
     "the guard of a run",

@@ -84,7 +84,7 @@ class Loader:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for tensors in self._running:
             if isinstance(tensors, ConfigError):
-                raise tensors
+                raise ConfigError(tensors.key, tensors.problem)
             yield [Batch(*micro_batch) for micro_batch in zip(*tensors, strict=True)]
 
     def close(self) -> None:
@@ -143,8 +143,7 @@ def build_loader(
 class _Steps(Dataset[Tensors | ConfigError]):
     """Step number to tokens, labels and positions, each ``[micro_batches, micro_batch_size, seq]``.
 
-    What a person can mend in the data is given in their place, for torch would make a RuntimeError and a traceback of
-    what a worker raises.
+    Or to what a person can mend, as a value: raised in a worker, torch would make a page of it.
     """
 
     def __init__(self, rows: Rows, share: Share, first_row: int) -> None:
@@ -152,11 +151,11 @@ class _Steps(Dataset[Tensors | ConfigError]):
 
     def __getitem__(self, step: int) -> Tensors | ConfigError:
         try:
-            return self._read(step)
+            return self._fill(step)
         except ConfigError as error:
             return error
 
-    def _read(self, step: int) -> Tensors:
+    def _fill(self, step: int) -> Tensors:
         share, seq_len = self._share, self._rows.seq_len
         shape = (share.micro_batches, share.micro_batch_size, seq_len)
         tokens = torch.zeros(shape, dtype=torch.int64)

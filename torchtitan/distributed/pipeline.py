@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchtitan.data.batch import Batch
 from torchtitan.distributed.gradients import local_part
-from torchtitan.distributed.runner import Seams, free_gathered
+from torchtitan.distributed.runner import Seams
 from torchtitan.distributed.schedules import build_stage, evaluation_schedule, training_schedule
 from torchtitan.distributed.stages import PipelinePlan
 from torchtitan.distributed.topology import Axis
@@ -79,9 +79,7 @@ class PipelineRunner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, num_valid: float) -> Tensor:
-        loss = self._run(batch, num_valid, train=False)
-        free_gathered(self.parts)
-        return loss
+        return self._run(batch, num_valid, train=False)
 
     def _run(self, batch: Batch, num_valid: float, *, train: bool) -> Tensor:
         """This rank's share of the loss on ``batch``, by one flush of the pipeline."""

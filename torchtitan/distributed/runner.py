@@ -52,14 +52,6 @@ def nothing(parameters: Sequence[Tensor]) -> None:
     pass
 
 
-def free_gathered(parts: Sequence[nn.Module]) -> None:
-    """Let go of gathered weights of ``parts``. Kept until a backward pass, they would hide what changes the shards."""
-    for part in parts:
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
 @dataclass(frozen=True)
 class Seams:
     """Where the axes reach into a run: ``take`` gives this rank's part of a batch, ``loss`` is summed over its labels,
@@ -92,7 +84,10 @@ class WholeRunner:
     @torch.no_grad()
     def evaluate(self, batch: Batch, num_valid: float) -> Tensor:
         loss = self._forward(batch, num_valid)
-        free_gathered(self.parts)
+        # Weights that stay gathered until a backward pass would hide whatever changes the shards meanwhile.
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return loss
 
     def _forward(self, batch: Batch, num_valid: float) -> Tensor:

@@ -9,37 +9,42 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from torchtitan.log import logger
 
 
 class JsonLines:
-    """Appends lines of ``fields`` to a file that holds no step after ``resumed_step``, and only whole lines.
+    """Appends lines to a file that holds no step after ``resumed_step``, and only whole lines.
 
-    The file is made with its first line. A number that is not finite (JSON has none) is null.
+    It is made by ``open``, or with its first line. A number that is not finite (JSON has none) is null.
     """
 
-    def __init__(self, path: Path, fields: Sequence[str], resumed_step: int) -> None:
+    def __init__(self, path: Path, resumed_step: int) -> None:
         if resumed_step == 0:
             keep_earlier(path)
         cut_lines(path, resumed_step)
-        self._path, self._fields = path, fields
-        self._file: BinaryIO | None = None
+        self._path = path
+        self._file: FileIO | None = None
+
+    def open(self) -> FileIO:
+        if self._file is None:
+            self._file = FileIO(self._path, "a")
+        return self._file
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write the line of ``record``; OSError leaves the file as it was."""
-        if self._file is None:
-            self._file = cast(BinaryIO, self._path.open("ab", buffering=0))
-        line = memoryview(json.dumps({name: _finite(record[name]) for name in self._fields}).encode() + b"\n")
-        start = self._file.seek(0, os.SEEK_END)
+        """Write ``record`` as a line; OSError leaves the file as it was."""
+        file = self.open()
+        line = memoryview(json.dumps({name: _finite(value) for name, value in record.items()}).encode() + b"\n")
+        start = file.seek(0, os.SEEK_END)
         try:
             while line:
-                line = line[self._file.write(line) :]
+                line = line[file.write(line) :]
         except OSError:
-            self._file.truncate(start)  # half a line would spoil the next one
+            file.truncate(start)  # half a line would spoil the next one
             raise
 
     def close(self) -> None:

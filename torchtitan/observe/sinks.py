@@ -164,14 +164,16 @@ class Jsonl:
     run goes on after."""
 
     def __init__(self, run: RunFiles) -> None:
-        self._steps = JsonLines(run.folder / METRICS_FILE, FIELDS, run.resumed_step)
-        self._validations = JsonLines(run.folder / VALIDATION_FILE, VALIDATION_FIELDS, run.resumed_step)
+        self._steps = JsonLines(run.folder / METRICS_FILE, run.resumed_step)
+        self._steps.open()  # a run without validation has no file of it, but what it resumes may have one to be cut
+        self._validations = JsonLines(run.folder / VALIDATION_FILE, run.resumed_step)
 
     def write(self, record: Record) -> None:
-        self._steps.append(record)
+        fields = (*FIELDS, *(name for name in record if name.startswith(SOURCE_TOKENS)))
+        self._steps.append({name: record[name] for name in fields})
 
     def validated(self, record: ValidationRecord) -> None:
-        self._validations.append(record)
+        self._validations.append({name: record[name] for name in VALIDATION_FIELDS})
 
     def close(self) -> None:
         self._steps.close()

@@ -1,4 +1,4 @@
-"""build_rows(): the one place that picks what a row is.
+"""build_rows(): the one place that picks what a row is, of those to train on and of those to look at once.
 
 What makes up a row of a kind is in the module of that kind.
 """
@@ -11,7 +11,10 @@ from torchtitan.data.rows.best_fit import BestFitRows
 from torchtitan.data.rows.concat import ConcatRows
 from torchtitan.data.rows.documents import DocumentRows
 from torchtitan.data.rows.rows import SourceRows
-from torchtitan.data.tokens.store import Tokens
+from torchtitan.data.rows.stream import StreamRows
+from torchtitan.data.rows.validation import FiniteRows, OneEpoch, WindowsOnce
+from torchtitan.data.tokens.store import Documents, Tokens
+from torchtitan.data.tokens.stream import StreamTokens
 from torchtitan.errors import ConfigError
 
 Packing = Literal["concat", "documents", "best_fit"]
@@ -25,16 +28,37 @@ def build_rows(
     Needs no process group: ranks on one file system plan together, once. ConfigError where ``packing`` needs to know
     where documents begin and nothing says it, where nothing is left of them, and for a folder that cannot be used.
     """
+    if isinstance(tokens, StreamTokens):
+        if packing != "concat":
+            raise ConfigError(
+                "data.packing",
+                f'"{packing}" needs to know all documents, and those of a stream come while training goes on; '
+                'set data.args.streaming = false, or this to "concat"',
+            )
+        return StreamRows(tokens, seq_len=seq_len, shuffle=shuffle, seed=seed)
     if packing == "concat":
         return ConcatRows(tokens, seq_len=seq_len, shuffle=shuffle, seed=seed)
+    documents = _documents_of(tokens, packing)
+    if packing == "documents":
+        return DocumentRows(tokens, documents, seq_len=seq_len, shuffle=shuffle, seed=seed)
+    return BestFitRows.plan(tokens, documents, seq_len=seq_len, shuffle=shuffle, seed=seed, cache_folder=cache_folder)
+
+
+def build_rows_once(tokens: Tokens, *, packing: Packing, seq_len: int, cache_folder: str = "") -> FiniteRows:
+    """The same, but rows that end, in which every token is the label of one place, but for the first of the data and,
+    where documents are kept apart, of each. ConfigError also where a single token is all there is."""
+    if packing == "best_fit":
+        return OneEpoch(
+            build_rows(tokens, packing=packing, seq_len=seq_len, shuffle=False, seed=0, cache_folder=cache_folder)
+        )
+    return WindowsOnce(tokens, _documents_of(tokens, packing) if packing == "documents" else None, seq_len=seq_len)
+
+
+def _documents_of(tokens: Tokens, packing: Packing) -> Documents:
     if tokens.documents is None:
         raise ConfigError(
             "data.packing",
             f'"{packing}" needs to know where documents begin, and the token files have no index that says so; '
             'bring it, or set this to "concat"',
         )
-    if packing == "documents":
-        return DocumentRows(tokens, tokens.documents, seq_len=seq_len, shuffle=shuffle, seed=seed)
-    return BestFitRows.plan(
-        tokens, tokens.documents, seq_len=seq_len, shuffle=shuffle, seed=seed, cache_folder=cache_folder
-    )
+    return tokens.documents

@@ -6,17 +6,17 @@ Whose loss is taken on them, and when, is in evaluate.py; rows to train on are i
 from __future__ import annotations
 
 import bisect
-import hashlib
 import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from torchtitan.data.batch import IGNORE_INDEX
 from torchtitan.data.files import KEY
-from torchtitan.data.rows.rows import Rows
-from torchtitan.data.tokens.store import Tokens
+from torchtitan.data.rows.rows import Rows, SourceRows, fingerprint_of, restart_at
+from torchtitan.data.tokens.store import Documents, Tokens
 from torchtitan.errors import ConfigError
 
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -31,16 +31,18 @@ class FiniteRows(Rows, Protocol):
 class WindowsOnce:
     """All tokens in their order, in windows of ``seq_len`` of which each begins with the last label of the one before.
 
-    So every token but the first is the label of exactly one place. The last window is filled up with token 0 and labels
-    that count in no loss. ConfigError where there is no second token to predict.
+    So every token but the first is the label of exactly one place. With ``documents`` positions restart where one
+    begins, and its first token is no label. The last window is filled up with token 0 and labels that count in no loss.
+    ConfigError where there is no second token to predict.
     """
 
-    def __init__(self, tokens: Tokens, *, seq_len: int) -> None:
+    def __init__(self, tokens: Tokens, documents: Documents | None = None, *, seq_len: int) -> None:
         if len(tokens) < 2:
             raise ConfigError(KEY, "the data set holds a single token, so there is none to predict")
         self.seq_len = seq_len
-        self.fingerprint = hashlib.sha256(repr(("once", tokens.fingerprint, seq_len)).encode()).hexdigest()
-        self._tokens = tokens
+        known = None if documents is None else documents.fingerprint
+        self.fingerprint = fingerprint_of("once", tokens.fingerprint, known, seq_len)
+        self._tokens, self._documents = tokens, documents
         self._positions = torch.arange(seq_len)
 
     def __len__(self) -> int:
@@ -50,13 +52,33 @@ class WindowsOnce:
         if not 0 <= row < len(self):
             raise IndexError(f"there are {len(self)} rows, and no row {row}")
         start, seq_len = row * self.seq_len, self.seq_len
-        window = self._tokens.window(start, min(seq_len + 1, len(self._tokens) - start))
-        if len(window) == seq_len + 1:
-            return torch.from_numpy(window[:-1]), torch.from_numpy(window[1:]), self._positions
-        tokens, labels = torch.zeros(seq_len, dtype=torch.int64), torch.full((seq_len,), IGNORE_INDEX)
-        held = len(window) - 1
-        tokens[:held], labels[:held] = torch.from_numpy(window[:-1]), torch.from_numpy(window[1:])
-        return tokens, labels, self._positions
+        held = min(seq_len, len(self._tokens) - 1 - start)
+        window = self._tokens.window(start, held + 1)
+        tokens, labels, positions = np.zeros(seq_len, np.int64), np.full(seq_len, IGNORE_INDEX), self._positions
+        tokens[:held], labels[:held] = window[:-1], window[1:]
+        if self._documents is not None:
+            holding = self._documents.holding
+            begins = self._documents.starts(holding(start) + 1, holding(start + held) + 1) - start
+            labels[begins - 1] = IGNORE_INDEX
+            # What fills up is a document of its own.
+            positions = torch.from_numpy(restart_at(np.append(begins, held), seq_len))
+        return torch.from_numpy(tokens), torch.from_numpy(labels), positions
+
+
+class OneEpoch:
+    """The first epoch of ``rows``."""
+
+    def __init__(self, rows: SourceRows) -> None:
+        self.seq_len, self.fingerprint = rows.seq_len, fingerprint_of("one epoch", rows.fingerprint)
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows.rows_per_epoch
+
+    def __getitem__(self, row: int) -> Row:
+        if not 0 <= row < len(self):
+            raise IndexError(f"there are {len(self)} rows, and no row {row}")
+        return self._rows[row]
 
 
 class Rounds:
@@ -71,8 +93,7 @@ class Rounds:
     def __init__(self, tables: Sequence[FiniteRows], counts: Sequence[int], *, batch_size: int) -> None:
         self.seq_len = tables[0].seq_len
         self.batches = [math.ceil(count / batch_size) for count in counts]
-        facts = ("rounds", [table.fingerprint for table in tables], list(counts), batch_size)
-        self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
+        self.fingerprint = fingerprint_of("rounds", [t.fingerprint for t in tables], list(counts), batch_size)
         self._tables, self._counts = list(tables), list(counts)
         self._starts = [batch_size * sum(self.batches[:table]) for table in range(len(tables) + 1)]
         self._filler = (

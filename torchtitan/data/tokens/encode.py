@@ -6,7 +6,7 @@ Which pieces there are is the source's; where the ids of all pieces go, the busi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,11 @@ class Piece:
 
 def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
     """The ids of one piece of a source."""
+    return encode_documents(source.read(piece), encoding)
+
+
+def encode_documents(documents: Iterable[str | Passage | Skipped], encoding: Encoding) -> Piece:
+    """The ids of documents in order."""
     tokenizer, limit = encoding.tokenizer, encoding.limit
     chunks: list[npt.NDArray[Any]] = []
     ends: list[int] = []
@@ -100,7 +105,7 @@ def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
     def encode() -> None:
         nonlocal tokens
         flat: list[int] = []
-        encoded = tokenizer.encode_batch([text for text, _, _ in segments])
+        encoded = encode_segments(tokenizer, [(text, opens) for text, opens, _ in segments])
         for (_, opens, closes), ids in zip(segments, encoded, strict=True):
             before, after = encoding.around(ids, opens=opens, closes=closes)
             flat += before
@@ -114,14 +119,14 @@ def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
         tokens += len(flat)
         segments.clear()
 
-    for found in source.read(piece):
+    for found in documents:
         if isinstance(found, Skipped):
             first_skipped = first_skipped or str(found)
             skipped += 1
             continue
         passage = Passage(found, True, True) if isinstance(found, str) else found
         text_bytes += len(passage.text.encode())
-        for segment in _segments(passage):
+        for segment in segments_of(passage):
             segments.append(segment)
             waiting += len(segment[0])
             if waiting >= _BATCH_CHARACTERS:
@@ -131,7 +136,25 @@ def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
     return Piece(np.concatenate(chunks), np.array(ends, np.int64), skipped, text_bytes, first_skipped)
 
 
-def _segments(passage: Passage) -> Iterator[tuple[str, bool, bool]]:
+def encode_segments(tokenizer: Tokenizer, segments: Sequence[tuple[str, bool]]) -> list[list[int]]:
+    """Ids of texts, each of which opens a document or goes on with one.
+
+    What goes on is encoded behind a newline, after which text is cut, and the newline's ids are taken away: some
+    tokenizers put a space before a text (sentencepiece's dummy prefix), which belongs before a document alone.
+    """
+    [newline] = tokenizer.encode_batch(["\n"])
+    found = tokenizer.encode_batch([text if opens else "\n" + text for text, opens in segments])
+    for n, (text, opens) in enumerate(segments):
+        if opens:
+            continue
+        if found[n][: len(newline)] == newline:
+            del found[n][: len(newline)]
+        else:  # it begins with what forms a token with the newline
+            [found[n]] = tokenizer.encode_batch([text])
+    return found
+
+
+def segments_of(passage: Passage) -> Iterator[tuple[str, bool, bool]]:
     """Text, opens, closes of parts of a passage: small enough for memory and many enough for all cores.
 
     Cut at an end of a line (``PLACES_TO_CUT``); where there is none, anywhere.
