@@ -9,7 +9,8 @@ SHARED = CHECKOUT.parent / "shared"
 
 NO_SHARED = "the folder shared/ does not lie beside the checkout"
 NO_GPU = "no GPU on this machine"
-ALLOWED_SKIPS = (NO_SHARED, NO_GPU)
+NO_TOKEN_PROGRAMS = "datatrove and megatron-core are not installed"
+ALLOWED_SKIPS = (NO_SHARED, NO_GPU, NO_TOKEN_PROGRAMS)
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from torchtitan.checkpoint.manifest import MANIFEST, Manifest, damage
 from torchtitan.checkpoint.places import free_bytes, is_local, place, shown_bytes, storage_errors
 from torchtitan.checkpoint.storage import BEING_WRITTEN, METADATA, find_step, step_folders
 from torchtitan.config import describe_error, load_config
+from torchtitan.config.overrides import split_overrides
 from torchtitan.config.toml import key_text, parse, value_text
 from torchtitan.errors import CheckpointError, ConfigError, one_line
 from torchtitan.log import init_logger
@@ -55,7 +56,7 @@ exit codes: 0 done, 1 failed, 2 wrong command or input. Whatever ends a conversi
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what ``argv`` asks for; returns the exit code."""
-    words, overrides = _split(sys.argv[1:] if argv is None else argv)
+    words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(words)
     init_logger()
     started = time.monotonic()
@@ -113,23 +114,6 @@ def _parser() -> argparse.ArgumentParser:
             )
             command.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="copy the tokenizer's files from it")
     return parser
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command's own words, and overrides of a configuration, which have a dot in their name."""
-    words: list[str] = []
-    overrides: list[str] = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        name, equals, _ = word.partition("=")
-        if not (name.startswith("--") and "." in name):
-            words.append(word)
-            continue
-        overrides.append(word)
-        if not equals and rest and not rest[0].startswith("--"):
-            overrides.append(rest.pop(0))
-    return words, overrides
 
 
 def _size(text: str) -> float:

@@ -108,7 +108,7 @@ def test_failures_are_told_by_all_ranks_at_the_next_step(tmp_path: Path) -> None
         assert told["after it"] == "2"
         assert "step 1 could not be saved" in told["killed"] and "killed by SIGKILL" in told["killed"]
         assert "step 1 is still being written" in told["stuck"] and "save_timeout_seconds=1" in told["stuck"]
-        assert "step 1 could not be saved" in told["room"] and "0 B left on the disk" in told["room"]
+        assert "step 1 could not be saved" in told["room"] and "1.0 MiB left on the disk" in told["room"]
         assert told["room after"] == "[2]"
         assert "step 3 could not be saved" in told["no room for the last"]
 

@@ -14,6 +14,7 @@ import tokenizers
 from tests.data.test_tokenizer import NASTY
 from tests.data.tokenizer_kinds import KINDS, RANK_LINES, TEXT, build, make, sentencepiece_model, unigram_json
 from torchtitan.data.tokenizer import DescribedTokenizer, Tokenizer, resolve_special_ids, threads
+from torchtitan.data.tokens import encode
 from torchtitan.data.tokens.encode import Encoding, encode_piece
 from torchtitan.errors import ConfigError
 
@@ -58,6 +59,18 @@ def test_a_document_has_one_bos_and_one_eos(kind: str, tokenizer: Tokenizer) -> 
         assert (document[0], document[-1]) == (bos, eos)
         assert document.count(bos) == document.count(eos) == 1
     assert len(piece.ends) == len(texts)
+
+
+def test_a_document_in_parts_has_the_ids_of_the_whole(
+    kind: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kind begins a part as it begins a text."""
+    monkeypatch.setattr(encode, "_SEGMENT_CHARACTERS", 30)
+    text = "\n".join(TEXT * 5)
+    assert (
+        encode_piece(Documents(text), 0, Encoding(tokenizer, None, None)).ids.tolist()
+        == tokenizer.encode_batch([text])[0]
+    )
 
 
 @pytest.mark.parametrize("text", NASTY)

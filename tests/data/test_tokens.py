@@ -91,7 +91,7 @@ def test_long_documents_are_encoded_in_parts(tmp_path: Path, monkeypatch: pytest
     whole = opened(tmp_path / "whole", [text, "x"], tokenizer=tokenizer)
     monkeypatch.setattr(encode, "_SEGMENT_CHARACTERS", 500)
     monkeypatch.setattr(encode, "_BATCH_CHARACTERS", 2000)
-    segments = [segment for segment, _, _ in encode._segments(Passage(text, True, True))]
+    segments = [segment for segment, _, _ in encode.segments_of(Passage(text, True, True))]
     assert len(segments) > 20 and all(segment.startswith("import b") for segment in segments[1:])
     parts = opened(tmp_path / "parts", [text, "x"], tokenizer=tokenizer)
     assert ids(parts) == ids(whole)
@@ -101,7 +101,7 @@ def test_long_documents_are_encoded_in_parts(tmp_path: Path, monkeypatch: pytest
 def test_text_without_a_good_place_to_cut_is_cut_all_the_same(text: str) -> None:
     size = encode._SEGMENT_CHARACTERS
     text = text * (5 * size // len(text))
-    segments = list(encode._segments(Passage(text, True, False)))
+    segments = list(encode.segments_of(Passage(text, True, False)))
     assert "".join(segment for segment, _, _ in segments) == text
     assert len(segments) >= 3 and max(len(segment) for segment, _, _ in segments) <= 2 * size
     assert [(opens, closes) for _, opens, closes in segments] == [(i == 0, False) for i in range(len(segments))]

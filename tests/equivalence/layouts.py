@@ -106,6 +106,7 @@ class Model:
     rows: int = 8
     dtype: str = "float32"
     loss: str = "cross_entropy"
+    packing: str = "concat"
 
     def argv(self) -> list[str]:
         known = {key.name for key in dataclasses.fields(MODELS.get(self.family).args_cls)}
@@ -116,6 +117,7 @@ class Model:
             f"--training.global_batch_size={self.rows}",
             f"--training.mixed_precision_param={self.dtype}",
             f"--loss.name={self.loss}",
+            f"--data.packing={self.packing}",
             *LOSS_OPTIONS.get(self.loss, ()),
         ]
 
@@ -203,6 +205,17 @@ def all_layouts() -> list[Layout]:
         )
     ]
     families += [Layout(_axes("tp", "pp"), replace(layout.model, tied=True)) for layout in families if layout.ranks > 4]
+    # Rows in which no document sees another.
+    packed = Model(packing="documents")
+    documents = [
+        *(Layout(_axes(axis), packed) for axis in ("dp", "tp", "cp", "pp")),
+        *(Layout({"cp": 2, **more}, packed) for more in ({"balancer": "none"}, {"method": "ulysses"})),
+        *(Layout({"pp": 2, "schedule": schedule}, replace(packed, layers=8)) for schedule in SCHEDULES),
+        *(Layout(_axes(*axes), packed) for axes in (("tp", "cp"), ("cp", "pp"), ("tp", "cp", "pp"))),
+        Layout(_axes("tp", "cp", "pp", method="ulysses", schedule="ZBVZeroBubble"), packed),
+        *(Layout(_axes(axis), replace(packed, family="gpt2")) for axis in ("tp", "cp", "pp")),
+        *(Layout(_axes(*axes), Model(packing="best_fit"), batches=2) for axes in (("dp",), ("cp", "pp"))),
+    ]
     stages = [["tok_embeddings", "layers.0"], [*(f"layers.{i}" for i in (1, 2, 3)), "norm", "output"]]
     return [
         *(Layout(keys) for keys in singles),
@@ -212,6 +225,7 @@ def all_layouts() -> list[Layout]:
         *(Layout(keys) for keys in combined),
         Layout(_axes("dp", "pp", schedule="Interleaved1F1B"), Model(rows=24), batches=3),
         *families,
+        *documents,
         *(Layout(keys, Model(tied=True)) for keys in tied),
         Layout({"pp": 2}, Model(tied=True, rows=24), batches=3),
         *(Layout(_axes(*axes), Model(loss="smoothed")) for axes in (("tp",), ("tp", "pp"))),
@@ -230,11 +244,13 @@ def all_layouts() -> list[Layout]:
 
 def short_form() -> list[Layout]:
     """What fits a test run of minutes: every axis, method and schedule, every pair of axes, and some of the rest; of
-    other families every axis, and one pair with tied embeddings."""
+    other families every axis, and one pair with tied embeddings; of packed documents every axis and method."""
     large = {"tp 2, cp 2, pp 2", "dp 2, tp 2, pp 2, tied", "dp 2, tp 2, cp 2, pp 2, schedule ZBVZeroBubble"}
     accumulating = {("1F1B", 2), ("ZBVZeroBubble", 2), ("Interleaved1F1B", 4)}
 
     def fits(layout: Layout) -> bool:
+        if layout.model.packing != "concat":  # directly against documents alone: test_documents.py
+            return layout.ranks == 2 and layout.keys.get("schedule") in (None, "ZBVZeroBubble")
         if layout.ranks > 4:
             return layout.name in large
         if layout.ranks == 4 and layout.model.family != Model().family:

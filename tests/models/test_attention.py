@@ -1,12 +1,24 @@
 """Attention against its definition in float64, which keys a query meets, and what is kept for the backward pass."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 from torch import Tensor
 
-from torchtitan.models.attention import CausalMask, DocumentMask, InnerAttention, causal_attention, masked_attention
+from tests.conftest import NO_GPU
+from torchtitan.models import attention
+from torchtitan.models.attention import (
+    CausalMask,
+    DocumentMask,
+    InnerAttention,
+    block_mask,
+    causal_attention,
+    dense_mask,
+    document_starts,
+    masked_attention,
+)
 
 
 def defined(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
@@ -117,6 +129,73 @@ def test_masks_say_which_keys_a_query_meets() -> None:
             for k in range(6):
                 assert allowed[row, 0, q, k] == (k <= q and documents[row][q] == documents[row][k])
     assert CausalMask()(positions) is None
+
+
+def queries(rows: list[list[int]], begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Where the tokens ``begin`` to ``end`` of rows of documents of given lengths stand, and their documents begin."""
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+    index = torch.arange(begin, end, dtype=torch.int32)
+    return index, document_starts(positions[:, begin:end], index)
+
+
+# Documents over 1000 tokens, of less than a block of 128, along its edges; and which part of the row the queries are.
+ROWS = [[1000], [5, 123, 128, 256, 1, 1, 486], [300, 50, 50, 200, 400]]
+PARTS = [(0, 1000), (0, 250), (250, 500), (512, 768), (999, 1000)]
+
+
+@pytest.mark.parametrize(("begin", "end"), PARTS)
+def test_blocks_of_a_mask_are_those_of_the_dense_one(begin: int, end: int) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+    index, starts = queries(ROWS, begin, end)
+    blocks = block_mask(index, starts, end)
+    shape = (len(ROWS), 1, end - begin, end)
+    dense = create_mask(blocks.mask_mod, *shape, device="cpu")
+    assert torch.equal(dense, dense_mask(index, starts, end))
+    expected = create_block_mask(blocks.mask_mod, *shape, device="cpu")
+    assert blocks.shape == expected.shape == shape
+    lists = [(blocks.kv_num_blocks, blocks.kv_indices), (expected.kv_num_blocks, expected.kv_indices)]
+    whole = [(blocks.full_kv_num_blocks, blocks.full_kv_indices)]
+    whole += [(expected.full_kv_num_blocks, expected.full_kv_indices)]
+    for got, wanted in (lists, whole):
+        for some in itertools.product(*map(range, got[0].shape)):  # type: ignore[union-attr]
+            number = int(wanted[0][some])  # type: ignore[index]
+            assert int(got[0][some]) == number  # type: ignore[index]
+            assert got[1][some][:number].tolist() == wanted[1][some][:number].tolist()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("begin", "end"), PARTS)
+def test_attention_by_blocks_is_that_by_the_dense_mask(begin: int, end: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its definition: compiling it takes long, and on a CPU it has no backward pass."""
+    monkeypatch.setattr(attention, "_compiled", lambda function: function)
+    index, starts = queries(ROWS[1:], begin, end)
+    q, k, v = (x.detach() for x in inputs(end - begin, end, 4, 2, torch.float32))
+    blocks, dense = block_mask(index, starts, end), dense_mask(index, starts, end)
+    assert torch.allclose(InnerAttention()(q, k, v, blocks), masked_attention(q, k, v, dense), atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("begin", "end"), PARTS)
+def test_on_cuda_a_document_mask_is_one_of_blocks(begin: int, end: int, compiled: bool) -> None:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    index, starts = (x.cuda() for x in queries(ROWS[1:], begin, end))
+    torch.manual_seed(0)
+    shapes = [(2, end - begin, 4, 64), (2, end, 2, 64), (2, end, 2, 64)]
+    values = [torch.randn(shape, device="cuda") for shape in shapes]
+    results = []
+    for make in (block_mask, dense_mask):
+        qkv = [x.clone().requires_grad_() for x in values]
+        inner = InnerAttention()
+        attend = torch.compile(inner, fullgraph=True) if compiled and make is block_mask else inner
+        out = attend(*(2 * x for x in qkv), make(index, starts, end))
+        out.square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in qkv)])
+    for got, wanted in zip(*results, strict=True):
+        assert float((got - wanted).norm() / wanted.norm()) < 2e-3  # products in TF32, where that is allowed
+    whole = torch.arange(end, device="cuda")[None]
+    assert isinstance(DocumentMask()(whole), BlockMask)
 
 
 def test_a_single_document_is_causal() -> None:

@@ -35,6 +35,24 @@ def parse_overrides(argv: Sequence[str]) -> list[tuple[Path, CommandLineText]]:
     return found
 
 
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command that takes others as well, and overrides of a configuration, which have a dot in their
+    name."""
+    words: list[str] = []
+    overrides: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            words.append(word)
+            continue
+        overrides.append(word)
+        if not equals and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
+    return words, overrides
+
+
 def without_negation(path: Path, text: CommandLineText) -> tuple[Path, CommandLineText] | None:
     """What ``--a.no_b`` says of ``a.b``; None where ``path`` is no such form."""
     if not path[-1].startswith("no_"):

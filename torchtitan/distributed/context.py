@@ -17,7 +17,7 @@ from torchtitan.data.batch import Batch
 from torchtitan.distributed.collectives import all_gather, reduce_scatter
 from torchtitan.distributed.spread import MaskKind, Method
 from torchtitan.distributed.topology import Axis
-from torchtitan.models.attention import CausalMask, DocumentMask, document_starts, same_document
+from torchtitan.models.attention import CausalMask, DocumentMask, document_mask, document_starts
 from torchtitan.models.spec import Layout
 
 
@@ -136,7 +136,7 @@ class GatheredAttention(nn.Module):
         self.inner = inner
         self.split = split
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, allowed: tuple[Tensor, ...] | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, allowed: tuple[Any, ...] | None) -> Tensor:
         k, v = _GatherKeysValues.apply(k, v, self.split)
         outs = []
         for i, (chunk, queries) in enumerate(zip(self.split.chunks, q.chunk(len(self.split.chunks), 1), strict=True)):
@@ -154,7 +154,7 @@ class ExchangedAttention(nn.Module):
         self.inner = inner
         self.axis = split.axis
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, allowed: Any) -> Tensor:
         # One exchange for all three: the heads of a rank stand together, its queries before its keys and values.
         shares = [x.unflatten(2, (self.axis.size, -1)) for x in (q, k, v)]
         rows = _Exchange.apply(torch.cat(shares, dim=3).flatten(2, 3), self.axis, 2, 1)
@@ -165,29 +165,24 @@ class ExchangedAttention(nn.Module):
 class SplitDocumentMask(nn.Module):
     """This rank's positions ``[batch, seq / ranks]`` that restart in every document → which keys each query meets.
 
-    "gather": for each chunk of this rank's queries bool ``[batch, 1, chunk, keys up to its end]``; "ulysses": bool
-    ``[batch, 1, seq, seq]``.
+    "gather": for each chunk of this rank's queries the ``document_mask`` over the keys up to its end; "ulysses": that
+    of whole rows.
     """
 
     def __init__(self, split: ContextSplit) -> None:
         super().__init__()
         self.split = split
 
-    def forward(self, positions: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, positions: Tensor) -> Any:
         own = self.split.index(positions.shape[1], positions.device)
-        own_starts = document_starts(positions, own)
-        (starts,) = self.split.gather(own_starts)
-        index = torch.arange(starts.shape[1], dtype=torch.int32, device=starts.device)
+        starts = document_starts(positions, own)
         if self.split.method == "ulysses":
-            return same_document(index, starts, index, starts)
-        masks = []
-        parts = len(self.split.chunks)
-        for chunk, q_index, q_starts in zip(
-            self.split.chunks, own.chunk(parts), own_starts.chunk(parts, dim=1), strict=True
-        ):
-            end = (chunk + 1) * q_index.shape[0]
-            masks.append(same_document(q_index, q_starts, index[:end], starts[:, :end]))
-        return tuple(masks)
+            (starts,) = self.split.gather(starts)
+            length = starts.shape[1]
+            return document_mask(torch.arange(length, dtype=torch.int32, device=starts.device), starts, length)
+        chunks = self.split.chunks
+        parts = zip(chunks, own.chunk(len(chunks)), starts.chunk(len(chunks), dim=1), strict=True)
+        return tuple(document_mask(index, begins, (chunk + 1) * len(index)) for chunk, index, begins in parts)
 
 
 def apply_mask(model: nn.Module, layout: Layout, mask: MaskKind) -> None:

@@ -58,12 +58,24 @@ class MegatronSource:
     name = "megatron"
 
     def __init__(self, path: str, headers: list[Header], order_options: Mapping[str, Any]) -> None:
-        self.order_options, self._headers = order_options, headers
+        self.order_options, self._headers, self._path = order_options, headers, path
+        self.order_seed: int = order_options.get("order_seed", 1234)
+        self.split: str = order_options.get("split", "969, 30, 1")
+        self.part: str = order_options.get("part", "train")
         tokens = sum(header.bin.stat().st_size // header.id_bytes for header in headers)
         if tokens == 0:
             raise ConfigError(KEY, f"there is no token in {path}")
         sequences = sum(header.sequences for header in headers)
         self.description = f"{len(headers)} file(s) with {tokens:,} tokens in {sequences:,} sequences at {path}"
+
+    def check_one_file(self) -> None:
+        """ConfigError where there are several, of which Megatron-LM makes a blend."""
+        if len(self._headers) > 1:
+            raise ConfigError(
+                KEY,
+                f"{self._path} holds {len(self._headers)} data sets, and data.order = source is that of one; name one, "
+                "or each as an entry of data.sources with a weight",
+            )
 
     def open(self, vocab_size: int) -> JoinedTokens | IndexedFile:
         parts = self.open_files(vocab_size)

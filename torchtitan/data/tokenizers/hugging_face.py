@@ -190,7 +190,9 @@ def _special_tokens(rust: tokenizers.Tokenizer, settings: dict[str, Any], names:
 
 def _unknown_ids(rust: tokenizers.Tokenizer, content: bytes) -> frozenset[int]:
     model = json.loads(content)["model"]
-    unknown = {model.get("unk_id"), rust.token_to_id(str(model.get("unk_token")))}
+    unknown = {model.get("unk_id")}
+    if model.get("unk_token") is not None:
+        unknown.add(rust.token_to_id(model["unk_token"]))
     if model.get("byte_fallback"):
         unknown |= {rust.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
     return frozenset(i for i in unknown if isinstance(i, int))

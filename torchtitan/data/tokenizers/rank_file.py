@@ -80,8 +80,8 @@ class RankFileTokenizer:
             return None
         try:
             return content.decode()
-        except UnicodeDecodeError:  # a part of a character
-            return repr(content)
+        except UnicodeDecodeError:  # parts of characters, spelled as sentencepiece does
+            return "".join(f"<0x{byte:02X}>" for byte in content)
 
 
 @TOKENIZERS.register("tiktoken")

@@ -35,7 +35,7 @@ class BytesTokenizer:
         return token.encode()[0] if len(token.encode()) == 1 else None
 
     def token(self, token_id: int) -> str | None:
-        return (chr(token_id) if token_id < 128 else f"0x{token_id:02x}") if token_id < 256 else None
+        return (chr(token_id) if token_id < 128 else f"<0x{token_id:02X}>") if token_id < 256 else None
 
 
 @TOKENIZERS.register("bytes")

@@ -29,7 +29,7 @@ from torchtitan.log import logger
 from torchtitan.secrets import hidden
 
 # Raised by who changes what the ids of a given source and tokenizer are, so that old files are not taken for new.
-_FORMAT = 2
+_FORMAT = 3
 # Files up to this size are read and compared with their hash when they are opened; larger ones by their size alone.
 _VERIFIED_BYTES = 1 << 28
 

@@ -100,7 +100,7 @@ def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
     def encode() -> None:
         nonlocal tokens
         flat: list[int] = []
-        encoded = tokenizer.encode_batch([text for text, _, _ in segments])
+        encoded = encode_segments(tokenizer, [(text, opens) for text, opens, _ in segments])
         for (_, opens, closes), ids in zip(segments, encoded, strict=True):
             before, after = encoding.around(ids, opens=opens, closes=closes)
             flat += before
@@ -121,7 +121,7 @@ def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
             continue
         passage = Passage(found, True, True) if isinstance(found, str) else found
         text_bytes += len(passage.text.encode())
-        for segment in _segments(passage):
+        for segment in segments_of(passage):
             segments.append(segment)
             waiting += len(segment[0])
             if waiting >= _BATCH_CHARACTERS:
@@ -131,7 +131,25 @@ def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
     return Piece(np.concatenate(chunks), np.array(ends, np.int64), skipped, text_bytes, first_skipped)
 
 
-def _segments(passage: Passage) -> Iterator[tuple[str, bool, bool]]:
+def encode_segments(tokenizer: Tokenizer, segments: Sequence[tuple[str, bool]]) -> list[list[int]]:
+    """Ids of texts, each of which opens a document or goes on with one.
+
+    What goes on is encoded behind a newline, after which text is cut, and the newline's ids are taken away: some
+    tokenizers put a space before a text (sentencepiece's dummy prefix), which belongs before a document alone.
+    """
+    [newline] = tokenizer.encode_batch(["\n"])
+    found = tokenizer.encode_batch([text if opens else "\n" + text for text, opens in segments])
+    for n, (text, opens) in enumerate(segments):
+        if opens:
+            continue
+        if found[n][: len(newline)] == newline:
+            del found[n][: len(newline)]
+        else:  # it begins with what forms a token with the newline
+            [found[n]] = tokenizer.encode_batch([text])
+    return found
+
+
+def segments_of(passage: Passage) -> Iterator[tuple[str, bool, bool]]:
     """Text, opens, closes of parts of a passage: small enough for memory and many enough for all cores.
 
     Cut at an end of a line (``PLACES_TO_CUT``); where there is none, anywhere.

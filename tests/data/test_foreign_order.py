@@ -1,0 +1,188 @@
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.test_token_files import ds, indexed, source
+from torchtitan.data.datasets import DATASETS
+from torchtitan.data.rows.foreign import check_order, open_foreign
+from torchtitan.data.rows.greedy import greedy_blend
+from torchtitan.data.rows.megatron import Epochs, GptRows, sample_tables, samples_of, split_range
+from torchtitan.data.rows.nanoset import nanoset_order
+from torchtitan.errors import ConfigError
+
+# What other programs give is checked in tests/peers; the vectors here are worked out from their rules.
+
+
+def test_greedy_rule() -> None:
+    chosen, before = greedy_blend([0.7, 0.3], 10)
+    assert chosen.tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0, 0]
+    assert before.tolist() == [0, 0, 1, 2, 1, 3, 4, 2, 5, 6]
+    chosen, _ = greedy_blend([0.1, 0.5, 0.3, 0.1], 20)
+    assert chosen.tolist() == [1, 2, 0, 1, 3, 1, 2, 1, 2, 1, 0, 1, 2, 1, 3, 1, 2, 1, 2, 1]
+
+
+class TestNanoset:
+    @pytest.mark.parametrize(
+        ("weights", "seed", "expected"),
+        [
+            (None, 1234, "01 10 03 00 11 02 01 10"),
+            ([0.5, 0.5], 1234, "01 10 10 00 02 11 01 10"),
+            ([0.5, 0.5], 42, "00 10 10 01 02 11 00 10"),
+        ],
+    )
+    def test_order_of_two_folders(self, weights: list[float] | None, seed: int, expected: str) -> None:
+        order = nanoset_order([4, 2], weights, seed)
+        pairs = zip(order["chosen"].tolist(), order["windows"].tolist(), strict=True)
+        assert [f"{d}{w}" for d, w in itertools.islice(itertools.cycle(pairs), 8)] == expected.split()
+
+    def rows(self, tmp_path: Path, seq_len: int = 3) -> Any:
+        for number in range(6):
+            ds(tmp_path / "a" / f"{number}.ds", [list(range(10 * number, 10 * number + 9))])
+        return open_foreign([source("nanoset", tmp_path / "a")], None, vocab_size=100, seq_len=seq_len, samples=0)
+
+    def test_windows_of_files_in_the_order_of_datatrove(self, tmp_path: Path) -> None:
+        (tmp_path / "a").mkdir()
+        rows = self.rows(tmp_path)
+        files = [3, 2, 5, 4, 1, 0]  # default_rng(42).permutation(6)
+        windows = [(10 * f + 4 * w) for f in files for w in range(2)]
+        place = np.arange(12)
+        np.random.RandomState(1234).shuffle(place)
+        assert [int(rows[k][0][0]) for k in range(24)] == [windows[k] for k in place] * 2
+        tokens, labels, positions = rows[5]
+        assert labels.tolist() == [i + 1 for i in tokens.tolist()] and positions.tolist() == [0, 1, 2]
+        again = pickle.loads(pickle.dumps(rows))
+        assert again[17][0].equal(rows[17][0]) and again.fingerprint == rows.fingerprint
+
+    def test_too_long_a_window(self, tmp_path: Path) -> None:
+        (tmp_path / "a").mkdir()
+        with pytest.raises(ConfigError, match="no file of a source holds the 10 tokens") as error:
+            self.rows(tmp_path, seq_len=9)
+        assert error.value.key == "training.seq_len"
+
+
+class TestMegatron:
+    @pytest.mark.parametrize(
+        ("sizes", "expected"),
+        [
+            ([7, 5, 4, 3], [(0, 0), (0, 4), (1, 1), (2, 0), (3, 0)]),
+            ([5, 1, 1, 9], [(0, 0), (0, 4), (3, 1), (3, 5)]),
+        ],
+    )
+    def test_where_samples_begin(
+        self, monkeypatch: pytest.MonkeyPatch, sizes: list[int], expected: list[tuple[int, int]]
+    ) -> None:
+        class Unshuffled:
+            def __init__(self, seed: int) -> None: ...
+
+            def shuffle(self, table: np.ndarray) -> None: ...
+
+        monkeypatch.setattr(np.random, "RandomState", Unshuffled)
+        tables = sample_tables(range(4), np.array(sizes, "<i4"), Epochs(1, 0), seq_len=4, seed=0)
+        assert [tuple(row) for row in tables["samples"].tolist()] == expected
+
+    def test_epochs(self) -> None:
+        assert Epochs.needed(738, tokens=47293, seq_len=64) == Epochs(1, 0)
+        assert Epochs.needed(739, tokens=47293, seq_len=64) == Epochs(2, 738)
+        assert Epochs.needed(2000, tokens=47293, seq_len=64) == Epochs(3, 1477)
+        assert Epochs.needed(2200, tokens=47293, seq_len=64) == Epochs(3, 0)
+
+    @pytest.mark.parametrize(
+        ("split", "ranges"),
+        [
+            ("969, 30, 1", [(0, 969), (969, 999), (999, 1000)]),
+            ("100,0,0", [(0, 1000), (1000, 1000), (1000, 1000)]),
+            ("1", [(0, 1000), (1000, 1000), (1000, 1000)]),
+            ("1,1", [(0, 500), (500, 1000), (1000, 1000)]),
+        ],
+    )
+    def test_split(self, split: str, ranges: list[tuple[int, int]]) -> None:
+        assert [split_range(split, part, 1000) for part in ("train", "valid", "test")] == ranges
+
+    @pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,2,3,4", "-1,2", "inf"])
+    def test_no_split(self, split: str) -> None:
+        with pytest.raises(ConfigError, match="no list of up to three shares") as error:
+            split_range(split, "train", 10)
+        assert error.value.key == "data.args.split"
+
+    def gpt(self, prefix: Path, samples: int = 10, **options: Any) -> GptRows:
+        rows = open_foreign([source("megatron", prefix, **options)], None, vocab_size=100, seq_len=3, samples=samples)
+        assert isinstance(rows, GptRows)
+        return rows
+
+    def test_each_epoch_reads_every_token_once_across_sequences(self, tmp_path: Path) -> None:
+        documents = [[7], [1, 2, 3, 4, 5], [], [6, 8], list(range(10, 21))]
+        rows = self.gpt(indexed(tmp_path / "x", documents), samples=6, split="1")
+        assert len(rows) == (19 - 1) // 3
+        found = {int(rows.tables["shuffled"][k]): rows[k] for k in range(6)}
+        stream = [i for s in rows.tables["documents"].tolist() for i in [d for d in documents if d][s]]
+        for sample in range(6):
+            tokens, labels, positions = found[sample]
+            assert tokens.tolist() == stream[3 * sample : 3 * sample + 3] and positions.tolist() == [0, 1, 2]
+            assert labels.tolist() == stream[3 * sample + 1 : 3 * sample + 4]
+        again = pickle.loads(pickle.dumps(rows))
+        assert again[5][0].equal(rows[5][0]) and again.fingerprint == rows.fingerprint
+        with pytest.raises(IndexError, match="row 6 is beyond the 6"):
+            rows[6]
+
+    def test_fingerprint_changes_where_rows_do(self, tmp_path: Path) -> None:
+        prefix = indexed(tmp_path / "x", [[1, 2, 3, 4]] * 5)
+        same = [self.gpt(prefix, samples=n, split="1").fingerprint for n in (1, 3, 6)]
+        others = [
+            self.gpt(prefix, samples=9, split="1").fingerprint,
+            self.gpt(prefix, samples=6, split="1", order_seed=1).fingerprint,
+            self.gpt(prefix, samples=3, split="4,1").fingerprint,
+        ]
+        assert len(set(same)) == 1 and len({*same, *others}) == 4
+
+    def test_part_without_tokens(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"gives test 0 tokens in 0 of 2 sequences, and a sample takes 4"):
+            self.gpt(indexed(tmp_path / "x"), part="test")
+
+    def test_blend(self, tmp_path: Path) -> None:
+        sources = [
+            source("megatron", indexed(tmp_path / f"{k}", [[k] * 50] * 4), order_seed=7, split="1") for k in range(2)
+        ]
+        rows = open_foreign(sources, [7, 3], vocab_size=100, seq_len=4, samples=60)
+        assert [int(rows[k][0][0]) for k in range(10)] == [0, 1, 0, 0, 1, 0, 0, 1, 0, 0]
+        assert len(rows) == 60 and [samples_of(share, 60) for share in (0.7, 0.3)] == [43, 19]
+        taken = [int(rows[k][0][0]) for k in range(60)]
+        alone = open_foreign(sources[1:], None, vocab_size=100, seq_len=4, samples=19)
+        assert taken.count(1) == 18 and rows[taken.index(1, 55)][1].equal(alone[17][1])
+        again = pickle.loads(pickle.dumps(rows))
+        assert again[59][0].equal(rows[59][0]) and again.fingerprint == rows.fingerprint
+
+
+class TestRefused:
+    def text(self, tmp_path: Path) -> Any:
+        (tmp_path / "a.txt").write_text("a")
+        return DATASETS.bind("text", {}, key="data.args")(str(tmp_path / "a.txt"), "raise")
+
+    def test_where_no_order_is_defined(self, tmp_path: Path) -> None:
+        files = [source("nanoset", ds(tmp_path / "x.ds")), source("megatron", indexed(tmp_path / "y"))]
+        seeded = source("nanoset", tmp_path / "x.ds", order_seed=3)
+        indexed(tmp_path / "z")
+        several = source("megatron", tmp_path)
+        cases: list[tuple[list[Any], str, str, str]] = [
+            ([self.text(tmp_path)], "concat", "data.order", "text has none"),
+            (files, "concat", "data.order", "nanoset and megatron together"),
+            (files[:1], "documents", "data.packing", "documents is not defined"),
+            ([files[0], seeded], "concat", "data.args.order_seed", "the same to each"),
+            ([several], "concat", "training.dataset_path", "holds 2 data sets"),
+        ]
+        for sources, packing, key, message in cases:
+            with pytest.raises(ConfigError, match=message) as error:
+                check_order(sources, order="source", packing=packing)
+            assert error.value.key == key
+        for fine in files:
+            check_order([fine], order="source", packing="concat")
+
+    def test_options_of_an_order_that_is_not_taken(self, tmp_path: Path) -> None:
+        found = source("megatron", indexed(tmp_path / "y"), split="9,1")
+        check_order([found], order="source", packing="concat")
+        with pytest.raises(ConfigError, match=r'data\.order = "source" only') as error:
+            check_order([self.text(tmp_path), found], order="native", packing="concat")
+        assert error.value.key == "data.args.split"
