@@ -15,6 +15,7 @@ from torchtitan.config.schema import DataLoader
 from torchtitan.data.loader import Share, build_loader
 from torchtitan.data.rows.build import build_rows_once
 from torchtitan.data.rows.validation import FiniteRows, Rounds
+from torchtitan.data.tokens.stream import StreamTokens
 from torchtitan.distributed.runner import Runner
 from torchtitan.distributed.topology import Topology
 from torchtitan.distributed.world import World
@@ -148,6 +149,8 @@ def open_held_out(job: Job, *, rank: int, ranks: int) -> list[HeldOut]:
     if job.validation is not None:
         for name, source in job.validation.sets.items():
             tokens = open_source(job, source, rank=rank, ranks=ranks)
+            if isinstance(tokens, StreamTokens):
+                tokens.read_to_end()  # for a table has a length
             with keys_told_as(source.told_as):
                 rows = build_rows_once(
                     tokens, packing=data.packing, seq_len=job.validation.seq_len, cache_folder=data.cache_folder

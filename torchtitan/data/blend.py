@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.tables import SOURCES, TableList
-from torchtitan.data.datasets import DATASETS, OnBadRecord, TextSource, TokenSource
+from torchtitan.data.datasets import DATASETS, OnBadRecord, StreamSource, TextSource, TokenSource
 from torchtitan.data.files import KEY
 from torchtitan.data.tokens.cache import open_tokens
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.store import Tokens
+from torchtitan.data.tokens.stream import open_stream
 from torchtitan.errors import ConfigError, keys_told_as
 
 
@@ -24,7 +25,7 @@ from torchtitan.errors import ConfigError, keys_told_as
 class Source:
     """A data set of a run. It knows itself as that of [training]; ``told_as`` are its keys if it stands elsewhere."""
 
-    data: TextSource | TokenSource
+    data: TextSource | StreamSource | TokenSource
     told_as: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -38,6 +39,8 @@ class Source:
             if isinstance(self.data, TokenSource):
                 return self.data.open(vocab_size)
             assert encoding is not None
+            if isinstance(self.data, StreamSource):
+                return open_stream(self.data, encoding, cache_folder=cache_folder)
             return open_tokens(
                 self.data,
                 encoding.tokenizer,

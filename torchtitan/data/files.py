@@ -155,14 +155,15 @@ def find_compressed(files: Sequence[TextFile]) -> set[TextFile]:
             raise _cannot_read(error) from None
 
     # Only whether a large one may be cut is of interest.
-    large = [file for file in files if file.size > piece_bytes(files)]
+    size = piece_bytes(sum(f.size for f in files))
+    large = [file for file in files if file.size > size]
     with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
         return {file for file, found in zip(large, pool.map(is_compressed, large), strict=True) if found}
 
 
-def piece_bytes(files: Sequence[TextFile]) -> int:
-    """How much of ``files`` makes a piece."""
-    return min(max(sum(f.size for f in files) // 512, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
+def piece_bytes(total: int) -> int:
+    """How many of ``total`` bytes make a piece."""
+    return min(max(total // 512, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
 
 
 def plan_pieces(files: Sequence[TextFile], uncut: Collection[TextFile] = ()) -> list[list[Span]]:
@@ -170,7 +171,7 @@ def plan_pieces(files: Sequence[TextFile], uncut: Collection[TextFile] = ()) -> 
 
     A function of the files alone, so that every process plans the same.
     """
-    size = piece_bytes(files)
+    size = piece_bytes(sum(f.size for f in files))
     pieces: list[list[Span]] = []
     room = 0
     for file in files:
@@ -219,7 +220,7 @@ def read_passages(span: Span) -> Iterator[tuple[int, bytes, bool]]:
 def _read_blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
     """All of ``stream``, cut where text may be cut."""
     offset, block = 0, bytearray()
-    while found := stream.read1():  # type: ignore[attr-defined]
+    while found := stream.read1(1 << 18):  # type: ignore[attr-defined]
         block += found
         if len(block) < _MAX_PIECE_BYTES:
             continue

@@ -83,6 +83,8 @@ class Loader:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for tensors in self._running:
+            if isinstance(tensors, ConfigError):
+                raise ConfigError(tensors.key, tensors.problem)
             yield [Batch(*micro_batch) for micro_batch in zip(*tensors, strict=True)]
 
     def close(self) -> None:
@@ -138,13 +140,22 @@ def build_loader(
     return Loader(steps, share.micro_batches)
 
 
-class _Steps(Dataset[Tensors]):
-    """Step number to tokens, labels and positions, each ``[micro_batches, micro_batch_size, seq]``."""
+class _Steps(Dataset[Tensors | ConfigError]):
+    """Step number to tokens, labels and positions, each ``[micro_batches, micro_batch_size, seq]``.
+
+    Or to what a person can mend, as a value: raised in a worker, torch would make a page of it.
+    """
 
     def __init__(self, rows: Rows, share: Share, first_row: int) -> None:
         self._rows, self._share, self._first_row = rows, share, first_row
 
-    def __getitem__(self, step: int) -> Tensors:
+    def __getitem__(self, step: int) -> Tensors | ConfigError:
+        try:
+            return self._fill(step)
+        except ConfigError as error:
+            return error
+
+    def _fill(self, step: int) -> Tensors:
         share, seq_len = self._share, self._rows.seq_len
         shape = (share.micro_batches, share.micro_batch_size, seq_len)
         tokens = torch.zeros(shape, dtype=torch.int64)
@@ -164,7 +175,7 @@ class _Forever(Sampler[int]):
         return itertools.count()
 
 
-def _as_it_is(step: Tensors) -> Tensors:
+def _as_it_is(step: Tensors | ConfigError) -> Tensors | ConfigError:
     return step
 
 

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from torchtitan.errors import ConfigError
 
@@ -67,16 +68,27 @@ def make_together(
 @contextlib.contextmanager
 def _lock(path: Path, *, wait: bool) -> Iterator[bool]:
     """Hold the lock file at ``path`` inside the block; yields False where another process has it and we do not wait."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        except OSError as error:
-            raise ConfigError(
-                "data.cache_folder",
-                f"the file system of {path.parent} cannot lock files ({error.strerror}); choose another",
-            ) from None
-        # Closing the file lets go of the lock, and so does the death of the process.
+    held = take_lock(path, wait=wait)
+    if held is None:
+        yield False
+        return
+    with held:
         yield True
+
+
+def take_lock(path: Path, *, wait: bool) -> IO[str] | None:
+    """The lock file at ``path``, ours until it is closed or this process dies; None where another one has it and we do
+    not wait. A process that is forked meanwhile has to close it as well."""
+    file = open(path, "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError as error:
+        file.close()
+        raise ConfigError(
+            "data.cache_folder",
+            f"the file system of {path.parent} cannot lock files ({error.strerror}); choose another",
+        ) from None
+    return file

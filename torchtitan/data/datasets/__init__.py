@@ -55,13 +55,53 @@ class TextSource(Protocol):
 
     name: str
     description: str
-    fingerprint: str
-    """Equal only where the documents are; cheap: names, sizes and times, not content."""
-    num_pieces: int
-    """Fixed by the data alone. Pieces of a few MB let several processes share the work of reading."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal only where the documents are; cheap: names, sizes and times, not content."""
+        ...
+
+    @property
+    def num_pieces(self) -> int:
+        """Fixed by the data alone. Pieces of a few MB let several processes share the work of reading."""
+        ...
 
     def read(self, piece: int) -> Iterator[str | Passage | Skipped]:
         """Documents of piece 0 <= ``piece`` < ``num_pieces``, always the same; all pieces in order are the data."""
+        ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stream stands: after so many records. ``state`` is JSON from which its library goes on there; None: it
+    counts them again."""
+
+    records: int = 0
+    state: Any = None
+
+
+class Interrupted(Exception):
+    """A stream broke off, as networks do: it may be read again from an earlier place."""
+
+
+@runtime_checkable
+class StreamSource(Protocol):
+    """What a builder returns whose documents come one after the other only, nobody knows how many."""
+
+    name: str
+    description: str
+    fingerprint: str
+    """Equal only where the documents are."""
+    documents_at_once: int
+    """How many of them are tokenised before their place is written down."""
+    shuffle_rows: int
+    """Rows of a block: the order of training rows is shuffled within blocks, for the whole is not there."""
+
+    def read_from(self, place: Place) -> Iterator[tuple[list[str | Skipped], Place]]:
+        """The documents after ``place``, some at a time, and the place after them; always the same ones.
+
+        Raises Interrupted, and ConfigError for what will not mend itself.
+        """
         ...
 
 

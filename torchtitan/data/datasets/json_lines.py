@@ -35,19 +35,9 @@ def build_jsonl(
 @DATASETS.register("c4_test")
 def build_c4_test(path: str | None, on_bad_record: OnBadRecord, *, text_key: TextKey = "text") -> TextSource:
     """The name in configs written for TorchTitan: ``jsonl`` with a path, ``python_docs`` without one."""
-    return _stand_in("c4_test", path, on_bad_record, text_key)
-
-
-@DATASETS.register("c4_validation")
-def build_c4_validation(path: str | None, on_bad_record: OnBadRecord, *, text_key: TextKey = "text") -> TextSource:
-    """TorchTitan's name of what it validates on: ``jsonl`` with a path, ``python_docs`` without one."""
-    return _stand_in("c4_validation", path, on_bad_record, text_key)
-
-
-def _stand_in(name: str, path: str | None, on_bad_record: OnBadRecord, text_key: str) -> TextSource:
     if path is not None:
         return build_jsonl(path, on_bad_record, text_key=text_key)
-    note_once(f"dataset {name} has no path, and its text does not ship here: reading python_docs")
+    note_once("dataset c4_test has no path, and its text does not ship here: reading python_docs")
     return build_python_docs(None, on_bad_record)
 
 

@@ -11,8 +11,10 @@ from torchtitan.data.rows.best_fit import BestFitRows
 from torchtitan.data.rows.concat import ConcatRows
 from torchtitan.data.rows.documents import DocumentRows
 from torchtitan.data.rows.rows import SourceRows
+from torchtitan.data.rows.stream import StreamRows
 from torchtitan.data.rows.validation import FiniteRows, OneEpoch, WindowsOnce
 from torchtitan.data.tokens.store import Documents, Tokens
+from torchtitan.data.tokens.stream import StreamTokens
 from torchtitan.errors import ConfigError
 
 Packing = Literal["concat", "documents", "best_fit"]
@@ -26,6 +28,14 @@ def build_rows(
     Needs no process group: ranks on one file system plan together, once. ConfigError where ``packing`` needs to know
     where documents begin and nothing says it, where nothing is left of them, and for a folder that cannot be used.
     """
+    if isinstance(tokens, StreamTokens):
+        if packing != "concat":
+            raise ConfigError(
+                "data.packing",
+                f'"{packing}" needs to know all documents, and those of a stream come while training goes on; '
+                'set data.args.streaming = false, or this to "concat"',
+            )
+        return StreamRows(tokens, seq_len=seq_len, shuffle=shuffle, seed=seed)
     if packing == "concat":
         return ConcatRows(tokens, seq_len=seq_len, shuffle=shuffle, seed=seed)
     documents = _documents_of(tokens, packing)

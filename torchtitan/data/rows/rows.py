@@ -34,8 +34,10 @@ class Rows(Protocol):
 class SourceRows(Rows, Protocol):
     """The rows of one source."""
 
-    rows_per_epoch: int
-    """After so many rows the data have been taken once, and an order of its own begins."""
+    @property
+    def rows_per_epoch(self) -> int:
+        """After so many rows the data have been taken once, and an order of its own begins."""
+        ...
 
 
 def restart_at(begins: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from torchtitan.data.datasets import TextSource
+from torchtitan.data.datasets import StreamSource, TextSource
 from torchtitan.data.sharing import make_together
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.data.tokens.datatrove import DsWriter, EndedDocuments, index_path
@@ -91,10 +91,7 @@ def open_tokens(
     Raises ConfigError for text that cannot be read, a source without any token, and a folder that cannot be used.
     """
     encoding = Encoding(tokenizer, bos_id, eos_id)
-    recipe = {"format": _FORMAT, "source": source.fingerprint, **encoding.facts()}
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    folder = cache_path(cache_folder)
-    path = folder / f"{source.name}-{digest[:20]}.ds"
+    path, recipe = cached_file(source, encoding, cache_folder)
     made_from = {**recipe, "source_name": hidden(source.description), "tokenizer_name": tokenizer.name}
     started = time.monotonic()
     try:
@@ -125,7 +122,7 @@ def open_tokens(
         tokens = TokenFile(path, header)
     except OSError as error:
         raise ConfigError(
-            "data.cache_folder", f"cannot keep token files in {folder} ({error}); name another folder"
+            "data.cache_folder", f"cannot keep token files in {path.parent} ({error}); name another folder"
         ) from error
     how = "from" if found else f"tokenised in {time.monotonic() - started:.1f} s into"
     counts = f"{header.tokens:,} tokens of {header.documents:,} documents"
@@ -133,6 +130,15 @@ def open_tokens(
     if header.skipped:
         logger.warning(f"{source.name}: {header.skipped:,} bad records skipped, the first: {header.first_skipped}")
     return tokens
+
+
+def cached_file(
+    source: TextSource | StreamSource, encoding: Encoding, cache_folder: str
+) -> tuple[Path, dict[str, Any]]:
+    """Where the ids of ``source`` are kept, and all that they depend on."""
+    recipe = {"format": _FORMAT, "source": source.fingerprint, **encoding.facts()}
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+    return cache_path(cache_folder) / f"{source.name}-{digest[:20]}.ds", recipe
 
 
 def cache_path(cache_folder: str) -> Path:

@@ -6,7 +6,7 @@ Which pieces there are is the source's; where the ids of all pieces go, the busi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,11 @@ class Piece:
 
 def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
     """The ids of one piece of a source."""
+    return encode_documents(source.read(piece), encoding)
+
+
+def encode_documents(documents: Iterable[str | Passage | Skipped], encoding: Encoding) -> Piece:
+    """The ids of documents in order."""
     tokenizer, limit = encoding.tokenizer, encoding.limit
     chunks: list[npt.NDArray[Any]] = []
     ends: list[int] = []
@@ -114,7 +119,7 @@ def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:
         tokens += len(flat)
         segments.clear()
 
-    for found in source.read(piece):
+    for found in documents:
         if isinstance(found, Skipped):
             first_skipped = first_skipped or str(found)
             skipped += 1

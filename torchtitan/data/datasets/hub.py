@@ -1,0 +1,389 @@
+"""Data sets of the Hugging Face hub, and of folders that their library made: in one, or as a stream.
+
+How a stream is read while training goes on is in tokens/stream.py. Credentials come from the environment, as their
+library finds them; no code of a data set is run. Their library takes seconds to import, so only who needs it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from torchtitan.data.columns import ROWS_AT_ONCE, column_problem, texts
+from torchtitan.data.datasets import (
+    DATASETS,
+    Interrupted,
+    OnBadRecord,
+    Place,
+    Skipped,
+    StreamSource,
+    TextSource,
+    needed,
+)
+from torchtitan.data.files import KEY, piece_bytes
+from torchtitan.errors import ConfigError, one_line
+from torchtitan.log import note_once
+from torchtitan.secrets import hide
+
+if TYPE_CHECKING:
+    import datasets
+
+_BUILDERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_PROBE_SECONDS = 10
+_NETWORKS = {"aiohttp", "fsspec", "http", "httpx", "httpx2", "requests", "ssl", "urllib3"}
+_LOST_FOR_GOOD = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, gzip.BadGzipFile)
+
+Split = Annotated[str, Field(min_length=1, description="split of the data set")]
+Revision = Annotated[str | None, Field(description="commit, tag or branch at the hub; none: the newest, said aloud")]
+DocumentsAtOnce = Annotated[
+    int | None, Field(description="documents of a stream tokenised between two notes of its place (4096)", ge=1)
+]
+ShuffleRows = Annotated[
+    int | None, Field(description="rows of a stream that are shuffled among themselves (512)", ge=1, le=1 << 20)
+]
+
+
+@DATASETS.register("hub")
+def build_hub(
+    path: str | None,
+    on_bad_record: OnBadRecord,
+    *,
+    config: Annotated[str | None, Field(description="configuration of the data set; none: its default")] = None,
+    split: Split = "train",
+    revision: Revision = None,
+    text_key: Annotated[str, Field(description="column of the text")] = "text",
+    data_files: Annotated[list[str], Field(description="files of it that are read; none: all of the split")] = [],  # noqa: B006
+    streaming: Annotated[bool, Field(description="read while training goes on, and download nothing before")] = False,
+    documents_at_once: DocumentsAtOnce = None,
+    shuffle_rows: ShuffleRows = None,
+) -> TextSource | StreamSource:
+    """Hugging Face ``datasets``: a name at the hub, a folder, or a format (json, csv, parquet, …) with ``data_files``."""
+    given = needed(path, "hub")
+    for name, value in (("documents_at_once", documents_at_once), ("shuffle_rows", shuffle_rows)):
+        if value is not None and not streaming:
+            raise ConfigError(f"data.args.{name}", "is of streams; set data.args.streaming = true, or leave it out")
+    choice = (config, split, data_files, text_key, on_bad_record)
+    if is_saved(given):
+        if streaming or config or data_files or revision:
+            raise ConfigError(
+                KEY,
+                f"{given} was made by save_to_disk and is read where it lies: leave out streaming, config, revision "
+                "and data_files of data.args",
+            )
+        saved = _load_saved(given, split, text_key)
+        return HubSource(given, lambda: saved, None, choice, split, on_bad_record, text_key)
+    identity, opened = _open(given, config, revision, data_files)
+    _check_split(opened, given, split)
+    if not streaming:
+        load = functools.partial(_prepare, opened, given, split, text_key)
+        return HubSource(given, load, identity, choice, split, on_bad_record, text_key)
+    with _plainly(given):
+        stream = opened.as_streaming_dataset(split=split)
+    _check_column(stream.features, given, text_key)
+    return HubStream(
+        given,
+        stream,
+        (*choice, identity or _local_files(opened, split)),
+        split,
+        on_bad_record,
+        text_key,
+        documents_at_once=documents_at_once or 4096,
+        shuffle_rows=shuffle_rows or 512,
+    )
+
+
+class HubSource:
+    """A data set whose rows can be read in any order; its pieces are ranges of them."""
+
+    name = "hub"
+
+    def __init__(
+        self,
+        path: str,
+        load: Callable[[], datasets.Dataset],
+        identity: str | None,
+        facts: tuple[Any, ...],
+        split: str,
+        on_bad_record: OnBadRecord,
+        text_key: str,
+    ) -> None:
+        self.description = f"split {split} of {path}"
+        self._path, self._load, self._identity, self._facts = path, load, identity, facts
+        self._on_bad_record, self._text_key = on_bad_record, text_key
+
+    @functools.cached_property
+    def _loaded(self) -> datasets.Dataset:
+        """Downloaded, when somebody asks for the first time."""
+        return self._load()
+
+    @functools.cached_property
+    def _rows(self) -> datasets.Dataset:
+        return self._loaded.select_columns([self._text_key]).with_format("arrow")
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        # Where the commit is known it says all; else the library's own, of what it read.
+        identity = self._identity or self._loaded._fingerprint
+        return hashlib.sha256(repr(("hub", self._facts, identity)).encode()).hexdigest()
+
+    @functools.cached_property
+    def num_pieces(self) -> int:
+        size = self._rows.data.nbytes
+        return max(1, min(len(self._rows), size // piece_bytes(size)))
+
+    def read(self, piece: int) -> Iterator[str | Skipped]:
+        first, last = (len(self._rows) * k // self.num_pieces for k in (piece, piece + 1))
+        for start in range(first, last, ROWS_AT_ONCE):
+            table = self._rows[start : min(start + ROWS_AT_ONCE, last)]
+            yield from _documents(table, start, self._path, "row", self._text_key, self._on_bad_record)
+
+
+class HubStream:
+    """A data set that is read from its beginning to its end, from the network or from files."""
+
+    name = "hub"
+
+    def __init__(
+        self,
+        path: str,
+        stream: datasets.IterableDataset,
+        facts: tuple[Any, ...],
+        split: str,
+        on_bad_record: OnBadRecord,
+        text_key: str,
+        *,
+        documents_at_once: int,
+        shuffle_rows: int,
+    ) -> None:
+        self.description = f"split {split} of {path}"
+        self.fingerprint = hashlib.sha256(repr(("stream", path, facts)).encode()).hexdigest()
+        self.documents_at_once, self.shuffle_rows = documents_at_once, shuffle_rows
+        self._path, self._stream = path, stream
+        self._on_bad_record, self._text_key = on_bad_record, text_key
+
+    def read_from(self, place: Place) -> Iterator[tuple[list[str | Skipped], Place]]:
+        records = place.records
+        try:
+            stream = self._stream.with_format("arrow")
+            if place.state is not None:
+                stream.load_state_dict(place.state)
+            elif records:
+                stream = self._stream.skip(records).with_format("arrow")
+            # In batches, and not one by one, for that would give a loader's worker its share of the files only.
+            for table in stream.iter(batch_size=min(ROWS_AT_ONCE, self.documents_at_once)):
+                found = list(_documents(table, records, self._path, "record", self._text_key, self._on_bad_record))
+                records += len(found)
+                # That of a stream which skipped to its place would fit no other.
+                state = stream.state_dict() if place.state is not None or not place.records else None
+                yield found, Place(records, state)
+        except ConfigError:
+            raise
+        except Exception as error:  # each of the libraries below has its own
+            if _broke_off(error):
+                raise Interrupted(one_line(error)) from None
+            raise ConfigError(KEY, f"{self._path}: cannot be read after record {records:,} ({_cause(error)})") from None
+
+
+def _documents(
+    table: Any, before: int, path: str, unit: str, text_key: str, on_bad_record: OnBadRecord
+) -> Iterator[str | Skipped]:
+    """The texts of a table, of whose data set ``before`` rows come first."""
+    problem = column_problem(table.schema, text_key)
+    found = (ValueError(problem) for _ in range(len(table))) if problem else None
+    row = before
+    for chunk in [found] if found is not None else map(texts, table.column(text_key).chunks):
+        for text in chunk:
+            row += 1
+            if isinstance(text, str):
+                yield text
+                continue
+            skipped = Skipped(f"{path}: {unit} {row}: {text}")
+            if on_bad_record == "raise":
+                raise ConfigError(KEY, f"{skipped}; mend it, or set data.on_bad_record = skip")
+            yield skipped
+
+
+def is_saved(path: str) -> bool:
+    """Whether ``save_to_disk`` made the folder at ``path``."""
+    folder = Path(path).expanduser()
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _load_saved(path: str, split: str, text_key: str) -> datasets.Dataset:
+    import datasets
+
+    with _plainly(path):
+        found = datasets.load_from_disk(str(Path(path).expanduser()))
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise ConfigError(KEY, f"{path}: no split {split!r} (there are: {', '.join(found)}; set data.args.split)")
+        found = found[split]
+    _check_column(found.features, path, text_key)
+    return found
+
+
+def _open(
+    path: str, config: str | None, revision: str | None, data_files: list[str]
+) -> tuple[str | None, datasets.DatasetBuilder]:
+    """What says which data these are, where the hub knows it, and the library's builder of them."""
+    local = Path(path).expanduser()
+    commit = None
+    if local.is_file():
+        raise ConfigError(
+            KEY, f"{path} is a file; set training.dataset to jsonl, parquet or text, or give its folder here"
+        )
+    if local.is_dir() or path in _BUILDERS:
+        if revision is not None:
+            raise ConfigError("data.args.revision", f"{path} does not come from the hub and has no revisions")
+        if path in _BUILDERS and not local.is_dir() and not data_files:
+            raise ConfigError("data.args.data_files", f"are missing: which files does {path} mean?")
+        path = str(local) if local.is_dir() else path
+    elif _HUB_NAME.fullmatch(path):
+        commit = _find_commit(path, revision)
+    else:
+        raise ConfigError(
+            KEY,
+            f"there is no folder {path}, and a name at the hub is like allenai/c4 (working directory {os.getcwd()})",
+        )
+    import datasets
+
+    if os.environ.get("RANK", "0") != "0":
+        datasets.disable_progress_bars()
+    with _plainly(path):
+        builder = datasets.load_dataset_builder(
+            path, name=config, revision=commit or revision, data_files=data_files or None
+        )
+    return (None if commit is None else f"{path}@{commit}"), builder
+
+
+def _find_commit(name: str, revision: str | None) -> str | None:
+    """The commit at the hub that ``revision`` means, None where it cannot be asked and was never; one short request."""
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    for token in (os.environ.get("HF_TOKEN"), huggingface_hub.get_token()):
+        hide("huggingface_token", token)
+    if constants.HF_HUB_OFFLINE:
+        if revision is not None and _COMMIT.fullmatch(revision):
+            return revision
+        cached = Path(constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}", "refs", revision or "main")
+        return cached.read_text().strip() if cached.is_file() else None
+    hub = huggingface_hub.HfApi()
+    try:
+        found = hub.dataset_info(name, revision=revision, timeout=_PROBE_SECONDS)
+        if found.gated:
+            hub.auth_check(name, repo_type="dataset")
+    except errors.GatedRepoError:
+        raise ConfigError(
+            KEY,
+            f"{name} is gated: ask for access at {hub.endpoint}/datasets/{name}, and put a token of yours into the "
+            "environment as HF_TOKEN",
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ConfigError("data.args.revision", f"{name} has no revision {revision!r} at the hub") from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise ConfigError(
+            KEY,
+            f"there is no folder {name}, and at the hub no data set of that name that you may read; a private one "
+            "needs a token in the environment as HF_TOKEN",
+        ) from None
+    except Exception as error:  # each of the libraries below has its own
+        raise ConfigError(
+            KEY,
+            f"cannot ask {hub.endpoint} for {name} ({one_line(error)}); with HF_HUB_OFFLINE=1 in the environment what "
+            "was downloaded before is used",
+        ) from None
+    if revision is None:
+        note_once(
+            f"{name} may change at the hub: this run reads commit {found.sha}; to read that always, "
+            f'set data.args.revision = "{found.sha}"'
+        )
+    return found.sha
+
+
+def _check_split(builder: datasets.DatasetBuilder, path: str, split: str) -> None:
+    there = list(builder.info.splits or builder.config.data_files or ())
+    wanted = re.match(r"[\w.-]*", split)
+    if there and wanted and wanted[0] not in [*map(str, there), "all"]:
+        names = ", ".join(map(str, there))
+        raise ConfigError(KEY, f"{path}: no split {split!r} (there are: {names}; set data.args.split)")
+
+
+def _check_column(features: datasets.Features | None, path: str, text_key: str) -> None:
+    if features is not None:
+        problem = column_problem(features.arrow_schema, text_key)
+        if problem:
+            raise ConfigError(KEY, f"{path}: {problem}")
+
+
+def _prepare(builder: datasets.DatasetBuilder, path: str, split: str, text_key: str) -> datasets.Dataset:
+    """Download what is missing, and open it."""
+    with _plainly(path):
+        builder.download_and_prepare()
+        found = builder.as_dataset(split=split)
+    _check_column(found.features, path, text_key)
+    return found
+
+
+def _local_files(builder: datasets.DatasetBuilder, split: str) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of the files a stream reads."""
+    files = []
+    for file in (builder.config.data_files or {}).get(split, []):
+        status = os.stat(file) if os.path.isfile(file) else None
+        files.append((file, 0, 0) if status is None else (os.path.basename(file), status.st_size, status.st_mtime_ns))
+    return files
+
+
+@contextlib.contextmanager
+def _plainly(path: str) -> Iterator[None]:
+    """What the library says in a paragraph, as one line."""
+    try:
+        yield
+    except Exception as error:  # it raises of all kinds
+        text = _cause(error)
+        remedy = next((remedy for word, remedy in _REMEDIES.items() if word in text), "")
+        raise ConfigError(KEY, f"{path}: {text}{remedy}") from None
+
+
+_REMEDIES = {
+    "OfflineMode": "; HF_HUB_OFFLINE is set, and it was not downloaded before",
+    "script": "; no code of a data set is run here: many have a copy of their data in data.args.revision = "
+    '"refs/convert/parquet"',
+    "onfig": "; set data.args.config",
+    "split": "; set data.args.split",
+    "data_files": "; set data.args.data_files",
+}
+
+
+def _cause(error: BaseException) -> str:
+    """One line of the error that the others were raised for."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = one_line(error)
+    return text if len(text) <= 300 else f"{text[:299]}…"
+
+
+def _broke_off(error: BaseException) -> bool:
+    """Whether ``error`` is one that networks make, and the next try may go without."""
+    seen: BaseException | None = error
+    while seen is not None:
+        status = getattr(getattr(seen, "response", None), "status_code", None)
+        if status is not None:
+            return status >= 500 or status in (408, 429)
+        if isinstance(seen, _LOST_FOR_GOOD):
+            return False
+        if isinstance(seen, OSError) or type(seen).__module__.partition(".")[0] in _NETWORKS:
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
