@@ -43,6 +43,10 @@ class SourceRows(Rows, Protocol):
 class BlendedRows(Rows, Protocol):
     """The rows of a run, of any number of sources."""
 
+    def place(self, row: int) -> tuple[str, int]:
+        """The source that gives row ``row``, and the number of that row within the source."""
+        ...
+
     def counts(self, rows: int) -> dict[str, int]:
         """How many of the first ``rows`` rows each source gives."""
         ...

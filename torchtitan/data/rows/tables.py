@@ -80,13 +80,20 @@ class TabledRows:
         return self._made_of, ()
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        chosen, own = self._place(row)
+        return self._rows[chosen][own]
+
+    def place(self, row: int) -> tuple[str, int]:
+        chosen, own = self._place(row)
+        return self._names[chosen], own
+
+    def _place(self, row: int) -> tuple[int, int]:
         if row < 0 or (not self._repeated and row >= len(self._chosen)):
             raise IndexError(f"row {row:,} is beyond the {len(self._chosen):,} that this order was worked out for")
         place = row % len(self._chosen)
-        return self._rows[int(self._chosen[place])][int(self._own[place])]
+        return int(self._chosen[place]), int(self._own[place])
 
     def counts(self, rows: int) -> dict[str, int]:
-        """How many of the first ``rows`` rows each source gives."""
         epochs, rest = divmod(rows, len(self._chosen))
         number = len(self._names)
         counts = np.bincount(self._chosen[:rest], minlength=number)
