@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from torchtitan.data.blend import Source
 from torchtitan.data.rows.build import build_rows
+from torchtitan.data.rows.foreign import foreign_sources, in_their_order, source_rows
 from torchtitan.data.rows.mixture import Mixture, split_fingerprint
-from torchtitan.data.rows.rows import SourceRows
+from torchtitan.data.rows.rows import BlendedRows, SourceRows
 from torchtitan.data.tokens.store import Tokens
 from torchtitan.errors import ConfigError
 from torchtitan.resolve import Job
@@ -18,6 +19,15 @@ from torchtitan.state import DataStage
 def open_rows(job: Job, *, rank: int = 0, ranks: int = 1) -> dict[str, SourceRows]:
     """The rows of each source by its name; all ``ranks`` share the work where text is to be tokenised first."""
     data, training = job.config.data, job.config.training
+    if data.order == "source":
+        return source_rows(
+            foreign_sources(job.blend),
+            job.blend.stages[0].weights,
+            vocab_size=job.args.vocab_size,
+            seq_len=training.seq_len,
+            samples=training.steps * training.global_batch_size,
+            cache_folder=data.cache_folder,
+        )
     return {
         name: build_rows(
             open_source(job, source, rank=rank, ranks=ranks),
@@ -42,13 +52,22 @@ def data_stages(job: Job, rows: Mapping[str, SourceRows]) -> list[DataStage]:
     return [DataStage(stage.from_step, split_fingerprint(stage.weights, rows), stage.key) for stage in job.blend.stages]
 
 
-def blended(job: Job, rows: Mapping[str, SourceRows], begins: Sequence[int]) -> Mixture:
+def blended(job: Job, rows: Mapping[str, SourceRows], begins: Sequence[int]) -> BlendedRows:
     """The rows of all sources in their global order, given the row that each stage begins with."""
+    data, training = job.config.data, job.config.training
+    if data.order == "source":
+        return in_their_order(
+            foreign_sources(job.blend),
+            rows,
+            job.blend.stages[0].weights,
+            samples=training.steps * training.global_batch_size,
+            cache_folder=data.cache_folder,
+        )
     stages = zip(begins, job.blend.stages, strict=True)
     return Mixture(rows, [(begin, stage.weights) for begin, stage in stages])
 
 
-def check_epochs(job: Job, rows: Mapping[str, SourceRows], mixture: Mixture, last_row: int) -> None:
+def check_epochs(job: Job, rows: Mapping[str, SourceRows], mixture: BlendedRows, last_row: int) -> None:
     """ConfigError if the first ``last_row`` rows read a source more often than ``data.max_epochs``."""
     most = job.config.data.max_epochs
     if most is None:

@@ -26,6 +26,7 @@ from torchtitan.config.schema import Data, Validation
 from torchtitan.config.tables import SETS
 from torchtitan.data.blend import Blend, Source, bind_source, bind_table, plan_blend, plan_one
 from torchtitan.data.datasets import OnBadRecord
+from torchtitan.data.rows.foreign import check_order
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.distributed.convert import convert_model
@@ -106,6 +107,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         if data.sources
         else plan_one(training.dataset, training.dataset_path, data.args, data.on_bad_record)
     )
+    check_order(blend, order=data.order, packing=data.packing, global_batch_size=rows)
     validation = _plan_validation(config, spec, args, spread) if config.validation.enable else None
     tokenizer, encoding = None, None
     held_out = validation.sets.values() if validation is not None else ()

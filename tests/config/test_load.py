@@ -197,8 +197,9 @@ def test_errors_after_loading_take_value_and_source_from_the_configuration(write
 
 def test_defaults() -> None:
     config = load_config([])
-    assert {key: config.value(key) for key in KEYS if key not in ("data.args",)} == {
-        key: option.default for key, option in KEYS.items() if key not in ("data.args",)
+    filled_in = ("data.args", "validation.args")
+    assert {key: config.value(key) for key in KEYS if key not in filled_in} == {
+        key: option.default for key, option in KEYS.items() if key not in filled_in
     }
     assert config.optimizer.model_extra == {
         "beta1": 0.9,

@@ -1,5 +1,6 @@
 import itertools
 import pickle
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,21 @@ import numpy as np
 import pytest
 
 from tests.data.test_token_files import ds, indexed, source
-from torchtitan.data.datasets import DATASETS
-from torchtitan.data.rows.foreign import check_order, open_foreign
+from torchtitan.data.blend import plan_blend
+from torchtitan.data.rows.foreign import check_order, in_their_order, source_rows
 from torchtitan.data.rows.greedy import greedy_blend
-from torchtitan.data.rows.megatron import Epochs, GptRows, sample_tables, samples_of, split_range
-from torchtitan.data.rows.nanoset import nanoset_order
+from torchtitan.data.rows.megatron import Epochs, sample_tables, samples_of, split_range
+from torchtitan.data.rows.nanoset import nanoset_tables
 from torchtitan.errors import ConfigError
+
+
+def ordered(sources: list[Any], weights: list[float] | None, *, vocab_size: int, seq_len: int, samples: int) -> Any:
+    """The rows of ``sources`` as a run has them."""
+    named = {str(k): source for k, source in enumerate(sources)}
+    shares = {str(k): Fraction(repr(weight)) for k, weight in enumerate(weights or [1] * len(sources))}
+    rows = source_rows(named, shares, vocab_size=vocab_size, seq_len=seq_len, samples=samples)
+    return in_their_order(named, rows, shares, samples=samples)
+
 
 # What other programs give is checked in tests/peers; the vectors here are worked out from their rules.
 
@@ -35,14 +45,14 @@ class TestNanoset:
         ],
     )
     def test_order_of_two_folders(self, weights: list[float] | None, seed: int, expected: str) -> None:
-        order = nanoset_order([4, 2], weights, seed)
-        pairs = zip(order["chosen"].tolist(), order["windows"].tolist(), strict=True)
+        order = nanoset_tables([4, 2], weights or [4, 2], seed)
+        pairs = zip(order["chosen"].tolist(), order["own"].tolist(), strict=True)
         assert [f"{d}{w}" for d, w in itertools.islice(itertools.cycle(pairs), 8)] == expected.split()
 
     def rows(self, tmp_path: Path, seq_len: int = 3) -> Any:
         for number in range(6):
             ds(tmp_path / "a" / f"{number}.ds", [list(range(10 * number, 10 * number + 9))])
-        return open_foreign([source("nanoset", tmp_path / "a")], None, vocab_size=100, seq_len=seq_len, samples=0)
+        return ordered([source("nanoset", tmp_path / "a")], None, vocab_size=100, seq_len=seq_len, samples=0)
 
     def test_windows_of_files_in_the_order_of_datatrove(self, tmp_path: Path) -> None:
         (tmp_path / "a").mkdir()
@@ -59,7 +69,7 @@ class TestNanoset:
 
     def test_too_long_a_window(self, tmp_path: Path) -> None:
         (tmp_path / "a").mkdir()
-        with pytest.raises(ConfigError, match="no file of a source holds the 10 tokens") as error:
+        with pytest.raises(ConfigError, match="no file holds the 10 tokens") as error:
             self.rows(tmp_path, seq_len=9)
         assert error.value.key == "training.seq_len"
 
@@ -108,10 +118,9 @@ class TestMegatron:
             split_range(split, "train", 10)
         assert error.value.key == "data.args.split"
 
-    def gpt(self, prefix: Path, samples: int = 10, **options: Any) -> GptRows:
-        rows = open_foreign([source("megatron", prefix, **options)], None, vocab_size=100, seq_len=3, samples=samples)
-        assert isinstance(rows, GptRows)
-        return rows
+    def gpt(self, prefix: Path, samples: int = 10, **options: Any) -> Any:
+        named, shares = {"x": source("megatron", prefix, **options)}, {"x": Fraction(1)}
+        return source_rows(named, shares, vocab_size=100, seq_len=3, samples=samples)["x"]  # type: ignore[arg-type]
 
     def test_each_epoch_reads_every_token_once_across_sequences(self, tmp_path: Path) -> None:
         documents = [[7], [1, 2, 3, 4, 5], [], [6, 8], list(range(10, 21))]
@@ -146,43 +155,76 @@ class TestMegatron:
         sources = [
             source("megatron", indexed(tmp_path / f"{k}", [[k] * 50] * 4), order_seed=7, split="1") for k in range(2)
         ]
-        rows = open_foreign(sources, [7, 3], vocab_size=100, seq_len=4, samples=60)
+        rows = ordered(sources, [7, 3], vocab_size=100, seq_len=4, samples=60)
         assert [int(rows[k][0][0]) for k in range(10)] == [0, 1, 0, 0, 1, 0, 0, 1, 0, 0]
-        assert len(rows) == 60 and [samples_of(share, 60) for share in (0.7, 0.3)] == [43, 19]
+        assert [samples_of(share, 60) for share in (0.7, 0.3)] == [43, 19]
         taken = [int(rows[k][0][0]) for k in range(60)]
-        alone = open_foreign(sources[1:], None, vocab_size=100, seq_len=4, samples=19)
+        alone = ordered(sources[1:], None, vocab_size=100, seq_len=4, samples=19)
         assert taken.count(1) == 18 and rows[taken.index(1, 55)][1].equal(alone[17][1])
+        assert rows.counts(10) == {"0": 7, "1": 3} and rows.counts(60) == {"0": 42, "1": 18}
+        with pytest.raises(IndexError, match="row 60 is beyond the 60"):
+            rows[60]
         again = pickle.loads(pickle.dumps(rows))
         assert again[59][0].equal(rows[59][0]) and again.fingerprint == rows.fingerprint
 
 
 class TestRefused:
-    def text(self, tmp_path: Path) -> Any:
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> dict[str, dict[str, Any]]:
         (tmp_path / "a.txt").write_text("a")
-        return DATASETS.bind("text", {}, key="data.args")(str(tmp_path / "a.txt"), "raise")
-
-    def test_where_no_order_is_defined(self, tmp_path: Path) -> None:
-        files = [source("nanoset", ds(tmp_path / "x.ds")), source("megatron", indexed(tmp_path / "y"))]
-        seeded = source("nanoset", tmp_path / "x.ds", order_seed=3)
+        ds(tmp_path / "x.ds")
+        indexed(tmp_path / "y")
         indexed(tmp_path / "z")
-        several = source("megatron", tmp_path)
-        cases: list[tuple[list[Any], str, str, str]] = [
-            ([self.text(tmp_path)], "concat", "data.order", "text has none"),
-            (files, "concat", "data.order", "nanoset and megatron together"),
-            (files[:1], "documents", "data.packing", "documents is not defined"),
-            ([files[0], seeded], "concat", "data.args.order_seed", "the same to each"),
-            ([several], "concat", "training.dataset_path", "holds 2 data sets"),
-        ]
-        for sources, packing, key, message in cases:
-            with pytest.raises(ConfigError, match=message) as error:
-                check_order(sources, order="source", packing=packing)
-            assert error.value.key == key
-        for fine in files:
-            check_order([fine], order="source", packing="concat")
+        places = {"text": "a.txt", "nanoset": "x.ds", "megatron": "y", "several": ""}
+        return {
+            name: {"dataset": "megatron" if name == "several" else name, "dataset_path": str(tmp_path / place)}
+            for name, place in places.items()
+        }
 
-    def test_options_of_an_order_that_is_not_taken(self, tmp_path: Path) -> None:
-        found = source("megatron", indexed(tmp_path / "y"), split="9,1")
-        check_order([found], order="source", packing="concat")
-        with pytest.raises(ConfigError, match=r'data\.order = "source" only') as error:
-            check_order([self.text(tmp_path), found], order="native", packing="concat")
-        assert error.value.key == "data.args.split"
+    @pytest.mark.parametrize(
+        ("names", "more", "options", "key", "message"),
+        [
+            (["text"], {}, {}, "data.order", "text has none"),
+            (["nanoset", "megatron"], {}, {}, "data.order", "no program reads nanoset and megatron together"),
+            (["nanoset"], {}, {"packing": "documents"}, "data.packing", "documents is not defined"),
+            (
+                ["megatron", "megatron"],
+                {"name": "b", "order_seed": 3},
+                {},
+                "data.sources[1].order_seed",
+                "all the same",
+            ),
+            (["megatron", "megatron"], {"name": "b", "from_step": 9}, {}, "data.sources[1].from_step", "no stages"),
+            (["several"], {}, {}, "data.sources[0].dataset_path", "holds 2 data sets"),
+            (["megatron"], {}, {"global_batch_size": -1}, "training.global_batch_size", "give it as a number"),
+            (
+                ["text", "nanoset"],
+                {"order_seed": 1},
+                {"order": "native"},
+                "data.sources[1].order_seed",
+                '"source" only',
+            ),
+            (["megatron"], {"split": "9,1"}, {"order": "native"}, "data.sources[0].split", '"source" only'),
+        ],
+    )
+    def test_what_no_order_is_defined_for(
+        self,
+        files: dict[str, dict[str, Any]],
+        names: list[str],
+        more: dict[str, Any],
+        options: dict[str, Any],
+        key: str,
+        message: str,
+    ) -> None:
+        tables = [files[name] for name in names]
+        tables[-1] = {**tables[-1], **more}
+        asked: dict[str, Any] = {"order": "source", "packing": "concat", "global_batch_size": 4, **options}
+        with pytest.raises(ConfigError, match=message) as error:
+            check_order(plan_blend(tables, "raise"), **asked)
+        assert error.value.key == key
+
+    def test_what_is_fine(self, files: dict[str, dict[str, Any]]) -> None:
+        for name in ("nanoset", "megatron"):
+            blend = plan_blend([files[name]], "raise")
+            check_order(blend, order="source", packing="concat", global_batch_size=4)
+            check_order(blend, order="native", packing="documents", global_batch_size=-1)

@@ -141,6 +141,27 @@ def test_leaves_the_random_numbers_of_the_run_alone(workers: int) -> None:
     assert torch.rand(3).equal(expected)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_person_can_mend_is_told_as_it_is(workers: int) -> None:
+    """From a worker too, when its step comes and not before."""
+
+    class Bad(Counted):
+        def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            if row == 9:
+                raise ConfigError("training.dataset_path", f"row {row} is bad")
+            return super().__getitem__(row)
+
+    loader = build_loader(Bad(), global_batch_size=4, ranks=1, rank=0, local_batch_size=4, num_workers=workers)
+    try:
+        loading = iter(loader)
+        assert [rows_in(next(loading)) for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        with pytest.raises(ConfigError, match="row 9 is bad") as error:
+            next(loading)
+        assert error.value.key == "training.dataset_path"
+    finally:
+        loader.close()
+
+
 def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

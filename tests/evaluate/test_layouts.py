@@ -77,7 +77,8 @@ def validation_argv(folder: Path, rows: str) -> list[str]:
     """Validation on documents of its own, of which a round takes the ``whole`` or two ``first`` rows."""
     text = folder / "held-out.jsonl"
     words = "What was not trained on, but looked at."
-    text.write_text("\n".join(json.dumps({"text": (words * 2)[:length]}) for length in LENGTHS))
+    if not text.exists():
+        text.write_text("\n".join(json.dumps({"text": (words * 2)[:length]}) for length in LENGTHS))
     keys = [] if rows == "whole" else ["steps=1", f"global_batch_size={ROWS[rows]}"]
     keys += ["enable", "dataset=jsonl", f"dataset_path={text}", "freq=2", f"seq_len={SEQ_LEN}"]
     return [f"--validation.{key}" for key in keys]

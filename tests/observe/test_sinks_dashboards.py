@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.observe.records import HOST_MEMORY, STATS, build_metrics, build_record, build_sink
+from tests.observe.records import HOST_MEMORY, STATS, build_metrics, build_record, build_sink, build_validation_record
 from torchtitan.errors import ConfigError
 
 GPU_SCALARS = {
@@ -34,6 +34,14 @@ GPU_SCALARS = {
     "memory/num_ooms": 0.0,
     "n_tokens_seen": 163_840.0,
     "lr": 3e-4,
+}
+GPU_VALIDATION_SCALARS = {
+    "loss": 2.5,
+    "throughput(tps)": 5000.0,
+    "memory/max_active(GiB)": 32.0,
+    "memory/max_active(%)": 40.0,
+    "memory/max_reserved(GiB)": 40.0,
+    "memory/max_reserved(%)": 50.0,
 }
 GPU_ONLY = {"memory/max_active(GiB)", "memory/max_active(%)", "memory/num_alloc_retries", "memory/num_ooms"}
 
@@ -61,6 +69,21 @@ def test_tensorboard_has_the_scalars_that_dashboards_look_for(tmp_path: Path) ->
     sink.close()
     scalars = read_scalars(time_folder(tmp_path / "curves"))
     assert scalars == {tag: {20: pytest.approx(value)} for tag, value in GPU_SCALARS.items()}
+
+
+def validation_scalars(place: str) -> dict[str, float]:
+    return {f"{place}/{tag}": value for tag, value in GPU_VALIDATION_SCALARS.items()}
+
+
+def test_tensorboard_has_the_scalars_of_validation(tmp_path: Path) -> None:
+    sink: Any = build_sink("tensorboard", tmp_path)
+    sink.validated(build_validation_record(set=None))
+    sink.validated(build_validation_record(step=30, set="wiki"))
+    sink.close()
+    scalars = read_scalars(time_folder(tmp_path / "tb"))
+    expected = {tag: {20: pytest.approx(value)} for tag, value in validation_scalars("validation_metrics").items()}
+    of_wiki = validation_scalars("validation_metrics/wiki")
+    assert scalars == expected | {tag: {30: pytest.approx(value)} for tag, value in of_wiki.items()}
 
 
 def test_tensorboard_leaves_out_what_does_not_apply(tmp_path: Path) -> None:
@@ -174,6 +197,15 @@ def test_wandb_gets_the_scalars_that_apply(tmp_path: Path, calls: list[tuple[Any
     (_, options), *rest = calls
     assert {name for name, value in options.items() if value is not None} == {"dir", "project"}
     assert rest == [("log", 20, pytest.approx(GPU_SCALARS)), ("finish",)]
+
+
+def test_wandb_gets_the_scalars_of_validation(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
+    sink: Any = build_sink("wandb", tmp_path)
+    sink.validated(build_validation_record(set=None, memory_active_gib=None))
+    sink.validated(build_validation_record(set="wiki"))
+    without = validation_scalars("validation_metrics")
+    del without["validation_metrics/memory/max_active(GiB)"]
+    assert calls[1:] == [("log", 20, without), ("log", 20, validation_scalars("validation_metrics/wiki"))]
 
 
 def test_wandb_that_does_not_start_is_an_error_of_its_key(

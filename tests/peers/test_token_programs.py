@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.test_foreign_order import ordered
 from tests.data.test_token_files import source, starts
-from torchtitan.data.rows.foreign import open_foreign
 from torchtitan.data.tokens.datatrove import DsWriter, read_metadata
 from torchtitan.data.tokens.megatron import IndexedWriter
 
@@ -60,15 +60,16 @@ def test_files_are_theirs_byte_by_byte(tmp_path: Path, nanoset: Path, megatron: 
 @pytest.mark.parametrize("name", CASES)
 def test_order_is_that_of_gpt_dataset(shared: Path, megatron: Path, name: str) -> None:
     case: dict[str, Any] = json.loads((shared / "compat/megatron/gpt_dataset_expected.json").read_text())["cases"][name]
-    rows = open_foreign(
+    rows = ordered(
         [source("megatron", megatron, split=case["split"], part=case["which"], order_seed=case["seed"])],
         None,
         vocab_size=2001,
         seq_len=case["sequence_length"],
         samples=case["num_samples_asked"],
     )
-    tables = rows.tables
-    assert len(rows) == case["length"]
+    own = rows._rows["0"]
+    tables = own.tables
+    assert len(own) == case["length"]
     assert tables["documents"].tolist() == case["document_index"]
     assert tables["shuffled"].tolist() == case["shuffle_index"]
     assert list(tables["samples"].shape) == case["sample_index_shape"]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import NO_TOKEN_PROGRAMS
+from tests.data.test_foreign_order import ordered
 from tests.data.test_token_files import ds, indexed, source
-from torchtitan.data.rows.foreign import open_foreign
 
 pytestmark = [
     pytest.mark.skipif(
@@ -63,7 +63,7 @@ def test_samples_are_those_of_megatron(tmp_path: Path, weights: list[float], sam
     theirs = gpt_datasets(prefixes, weights, samples, "90,10,0")
     for part, dataset, number in (("train", theirs[0], samples), ("valid", theirs[1], 20)):
         sources = [source("megatron", prefix, split="90,10,0", part=part, order_seed=99) for prefix in prefixes]
-        rows = open_foreign(sources, weights, vocab_size=1000, seq_len=SEQ_LEN, samples=number)
+        rows = ordered(sources, weights, vocab_size=1000, seq_len=SEQ_LEN, samples=number)
         for k in range(number):
             assert dataset[k]["tokens"].tolist() == rows[k][0].tolist(), (part, k)
             assert dataset[k]["labels"].tolist() == rows[k][1].tolist(), (part, k)
@@ -76,8 +76,8 @@ def test_datatrove_reads_what_is_written(tmp_path: Path, dtype: str) -> None:
     for k in range(5):
         ds(tmp_path / f"{k}.ds", documents(k, 9), dtype)
     theirs = DatatroveFolderDataset(str(tmp_path), seq_len=SEQ_LEN, shuffle=True, token_size=int(dtype[2]))
-    rows = open_foreign([source("nanoset", tmp_path)], None, vocab_size=1000, seq_len=SEQ_LEN, samples=0)
-    order = rows.tables["windows"].tolist()
+    rows = ordered([source("nanoset", tmp_path)], None, vocab_size=1000, seq_len=SEQ_LEN, samples=0)
+    order = rows.tables["own"].tolist()
     assert sorted(order) == list(range(len(theirs)))
     for k, window in enumerate(order):
         tokens, labels, _ = rows[k]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.data.tokenizer_speed import library
+from torchtitan.data.__main__ import main
 from torchtitan.data.tokenizer import TOKENIZERS, DescribedTokenizer, Tokenizer
 
 KINDS = {
@@ -80,3 +82,22 @@ def test_tiktoken_touches_no_network(shared: Path) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert shown.stdout == "[[705, 578, 709]] 2256\n"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_encode_counts_what_the_library_gives_for_the_whole_text(
+    shared: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text of 1.1 MB, which is encoded in many parts."""
+    kind, options, _ = KINDS[name]
+    text = shared / "text" / "tinyshakespeare.txt"
+    words = [f"--tokenizer.name={kind}", f"--model.hf_assets_path={shared / 'tokenizers' / name}"]
+    words += [f"--tokenizer.{option}={value}" for option, value in options.items()]
+    assert main(["encode", str(text), *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["total"]
+    expected = json.loads((shared / "text" / "expected.json").read_text())["tinyshakespeare.txt"]
+    [ids] = library(kind, build(shared, name))([text.read_text()])
+    assert (found["bytes"], found["tokens"]) == (expected["bytes"], len(ids))
+    assert found["tokens_per_byte"] == round(len(ids) / expected["bytes"], 4)
+    assert found["unknown_tokens"] == (ids.count(0) if kind == "sentencepiece" else 0)
+    assert found["round_trip"] == (name in ("torchtune_hf", "torchtune_tiktoken"))

@@ -161,7 +161,9 @@ class Data(Section):
     eos_token: str | None = key(None, "EOS by its name in the vocabulary, in place of an id", min_length=1)
     on_bad_record: Literal["raise", "skip"] = key("raise", "what an unreadable record does")
     cache_folder: PathText = key("", "folder of tokenized data; empty: the user's cache folder")
-    order: Literal["native"] = key("native", "order of the sequences: the same on any number of ranks")
+    order: Literal["native", "source"] = key(
+        "native", "the order of ours, or that of the program that the files were made for: megatron, nanoset"
+    )
     packing: Literal["concat", "documents", "best_fit"] = key(
         "concat",
         "concat: documents one after the other, cut into windows; documents: the same, none sees another; "

@@ -158,11 +158,6 @@ _add(
 _add("debug", "mixture of experts", {"moe_force_load_balance": False})
 
 UNBUILT_CHOICES: dict[str, dict[str, str]] = {
-    "data.order": {"source": "the order of foreign loaders"},
-    "training.dataset": {
-        "nanoset": "reading Nanotron's tokens",
-        "megatron": "reading Megatron's tokens",
-    },
     "model.converters": {
         "float8": "float8",
         "quantize.linear.float8": "float8",

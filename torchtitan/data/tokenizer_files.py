@@ -74,8 +74,7 @@ def _in_folder(folder: Path, path: str, kind: FileKind) -> Path:
                 others.setdefault(file.relative_to(folder), other_kind)
     held = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
     hint = next((f"; {file} is {_as_other(other)}" for file, other in others.items()), "")
-    wanted = kind.names[0] if len(kind.names) == 1 else f"file that is {kind.what}"
-    raise ConfigError(KEY, f"no {wanted} in {path} (it holds {held}){hint}")
+    raise ConfigError(KEY, f"no {kind.what.removeprefix('a ')} in {path} (it holds {held}){hint}")
 
 
 def _as_other(kind: FileKind | None) -> str:

@@ -68,7 +68,7 @@ def build_hub(
     documents_at_once: DocumentsAtOnce = None,
     shuffle_rows: ShuffleRows = None,
 ) -> TextSource | StreamSource:
-    """Hugging Face ``datasets``: a name at the hub, a folder, or a format (json, csv, …) with ``data_files``."""
+    """Hugging Face ``datasets``: a name at the hub, a folder, or a format (json, csv, parquet) with ``data_files``."""
     given = needed(path, "hub")
     for name, value in (("documents_at_once", documents_at_once), ("shuffle_rows", shuffle_rows)):
         if value is not None and not streaming:

@@ -17,6 +17,7 @@ from torchtitan.data.files import KEY
 from torchtitan.data.tokens.mapped import JoinedTokens, find_token_files, mapping
 from torchtitan.data.tokens.megatron import Header, IndexedFile, open_indexed, read_header, with_ending
 from torchtitan.errors import ConfigError
+from torchtitan.log import logger
 
 _SAMPLED_BLOCKS = 1 << 10
 
@@ -84,6 +85,7 @@ class MegatronSource:
     def open_files(self, vocab_size: int) -> list[IndexedFile]:
         """The tokens of each file that has any."""
         headers = [header for header in self._headers if header.sequences and header.bin.stat().st_size]
+        logger.info(f"{self.name}: {self.description}")
         blocks = max(4, _SAMPLED_BLOCKS // len(headers))
         with mapping(len(headers)):
             return [open_indexed(header, vocab_size=vocab_size, sampled_blocks=blocks) for header in headers]

@@ -17,7 +17,7 @@ from torchtitan.data.files import KEY
 from torchtitan.data.tokens.datatrove import index_path, metadata_path, open_ds, read_metadata
 from torchtitan.data.tokens.mapped import JoinedTokens, MappedTokens, find_token_files, mapping
 from torchtitan.errors import ConfigError
-from torchtitan.log import note_once
+from torchtitan.log import logger, note_once
 
 _DTYPES = {2: "<u2", 4: "<u4"}
 _SAMPLED_BLOCKS = 1 << 10
@@ -98,6 +98,7 @@ class NanosetSource:
     def open_files(self, vocab_size: int) -> list[MappedTokens]:
         """The tokens of each file that has any."""
         files = [file for file in self._files if file.tokens]
+        logger.info(f"{self.name}: {self.description}")
         blocks = max(4, _SAMPLED_BLOCKS // len(files))
         with mapping(len(files)):
             return [open_ds(f.path, f.dtype, vocab_size=vocab_size, sampled_blocks=blocks) for f in files]

@@ -1,88 +1,121 @@
-"""``data.order = "source"``: which sources have an order of their own, and the rows of it.
+"""``data.order = "source"``: the order in which the program trains that the files were made for.
 
-The orders are in the modules of their programs.
+What that is stands in the module of each program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
-from torchtitan.data.datasets import TokenSource
+from torchtitan.data.blend import Blend
 from torchtitan.data.datasets.megatron import MegatronSource
 from torchtitan.data.datasets.nanoset import NanosetSource
-from torchtitan.errors import ConfigError
+from torchtitan.data.rows.greedy import normalized
+from torchtitan.data.rows.megatron import GptRows, blend_tables, samples_of
+from torchtitan.data.rows.mixture import Mixture
+from torchtitan.data.rows.nanoset import FolderRows, nanoset_tables
+from torchtitan.data.rows.rows import SourceRows
+from torchtitan.data.rows.tables import TabledRows
+from torchtitan.errors import ConfigError, keys_told_as
 
-_ORDER = "data.order"
+Foreign = MegatronSource | NanosetSource
+_PROGRAMS = (MegatronSource, NanosetSource)
 
 
-def check_order(sources: Sequence[Any], *, order: str, packing: str) -> None:
-    """ConfigError for what no order of a source is defined for; reads nothing.
-
-    ``sources`` are what the builders of the data sets gave.
-    """
+def check_order(blend: Blend, *, order: str, packing: str, global_batch_size: int) -> None:
+    """ConfigError for what no program defines an order of, and for options of an order that is not taken."""
+    sources = list(blend.sources.values())
+    for source in sources:
+        with keys_told_as(source.told_as):
+            _check_source(source.data, order)
     if order != "source":
-        for source in sources:
-            if isinstance(source, TokenSource) and source.order_options:
-                option = next(iter(source.order_options))
-                raise ConfigError(f"data.args.{option}", 'means something for data.order = "source" only; leave it out')
         return
-    names = {source.name for source in sources}
-    if not names <= {"nanoset", "megatron"}:
-        raise ConfigError(
-            _ORDER,
-            f"source is the order in which nanoset and megatron are read by their own programs; "
-            f"{min(names - {'nanoset', 'megatron'})} has none: take native",
-        )
-    if len(names) > 1:
-        raise ConfigError(_ORDER, "source is not defined for nanoset and megatron together; take native")
+    if len({type(source.data) for source in sources}) > 1:
+        raise ConfigError("data.order", "no program reads nanoset and megatron together in an order; take native")
     if packing != "concat":
         raise ConfigError("data.packing", f'{packing} is not defined for data.order = "source"; take concat')
-    seeds = {source.order_seed for source in sources}
-    if len(seeds) > 1:
-        raise ConfigError("data.args.order_seed", "all sources of a blend have one; give the same to each")
-    for source in sources:
-        if isinstance(source, MegatronSource):
-            source.check_one_file()
+    if len(blend.stages) > 1:
+        raise ConfigError(blend.stages[1].key, 'data.order = "source" knows no stages; take native, or leave this out')
+    foreign = foreign_sources(blend)
+    seed = _seed(foreign)
+    for name, data in foreign.items():
+        with keys_told_as(blend.sources[name].told_as):
+            if data.order_seed != seed:
+                raise ConfigError("data.args.order_seed", "the sources of a blend have one; give all the same")
+    if isinstance(sources[0].data, MegatronSource) and global_batch_size == -1:
+        raise ConfigError(
+            "training.global_batch_size",
+            'with data.order = "source" the order of megatron is that for training.steps × this; give it as a number',
+        )
 
 
-def open_foreign(
-    sources: Sequence[Any],
-    weights: Sequence[float] | None,
+def _check_source(data: Any, order: str) -> None:
+    if order == "source":
+        if not isinstance(data, _PROGRAMS):
+            raise ConfigError("data.order", f"source is that of nanoset or megatron files; {data.name} has none")
+        if isinstance(data, MegatronSource):
+            data.check_one_file()
+    elif isinstance(data, _PROGRAMS):
+        for option in data.order_options:
+            raise ConfigError(f"data.args.{option}", 'means something for data.order = "source" only; leave it out')
+
+
+def foreign_sources(blend: Blend) -> dict[str, Foreign]:
+    """The data sets of a blend that ``check_order`` has passed."""
+    return {name: source.data for name, source in blend.sources.items() if isinstance(source.data, _PROGRAMS)}
+
+
+def _seed(sources: Mapping[str, Foreign]) -> int:
+    return next(iter(sources.values())).order_seed
+
+
+def source_rows(
+    sources: Mapping[str, Foreign],
+    weights: Mapping[str, Fraction],
     *,
     vocab_size: int,
     seq_len: int,
     samples: int,
     cache_folder: str = "",
-) -> Any:
-    """Rows of ``sources`` (which ``check_order`` has passed) in the order of their own program.
+) -> dict[str, SourceRows]:
+    """The rows of each of ``sources`` (all of one program) as its program has them, given that ``samples`` are taken of
+    all of them by ``weights``."""
+    shares = normalized([float(weights[name]) for name in sources])
+    rows: dict[str, SourceRows] = {}
+    for (name, source), share in zip(sources.items(), shares, strict=True):
+        if isinstance(source, NanosetSource):
+            rows[name] = FolderRows(source.open_files(vocab_size), seq_len=seq_len, seed=source.order_seed)
+        else:
+            rows[name] = GptRows(
+                source.open_files(vocab_size)[0],
+                seq_len=seq_len,
+                samples=samples if len(sources) == 1 else samples_of(share, samples),
+                seed=source.order_seed,
+                split=source.split,
+                part=source.part,
+                cache_folder=cache_folder,
+            )
+    return rows
 
-    ``samples`` is how many rows training takes in all; ``weights`` are shares of samples, None where none are given.
-    """
-    from torchtitan.data.rows.greedy import normalized
-    from torchtitan.data.rows.megatron import BlendedGptRows, GptRows, samples_of
-    from torchtitan.data.rows.nanoset import NanosetRows
 
-    first = sources[0]
-    if isinstance(first, NanosetSource):
-        return NanosetRows(
-            [source.open_files(vocab_size) for source in sources],
-            weights,
-            seq_len=seq_len,
-            seed=first.order_seed,
-            cache_folder=cache_folder,
-        )
-    weights = weights or [1.0] * len(sources)
-    parts = [
-        GptRows(
-            source.open_files(vocab_size)[0],
-            seq_len=seq_len,
-            samples=samples if len(sources) == 1 else samples_of(share, samples),
-            seed=source.order_seed,
-            split=source.split,
-            part=source.part,
-            cache_folder=cache_folder,
-        )
-        for source, share in zip(sources, normalized(weights), strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else BlendedGptRows(parts, weights, samples, cache_folder)
+def in_their_order(
+    sources: Mapping[str, Foreign],
+    rows: Mapping[str, SourceRows],
+    weights: Mapping[str, Fraction],
+    *,
+    samples: int,
+    cache_folder: str = "",
+) -> TabledRows | Mixture:
+    """The ``rows`` that ``source_rows`` gave for ``sources``, blended as their program does."""
+    shares = tuple(float(weights[name]) for name in rows)
+    if any(isinstance(part, FolderRows) for part in rows.values()):
+        lengths = tuple(part.rows_per_epoch for part in rows.values())
+        tables = functools.partial(nanoset_tables, lengths, shares, _seed(sources))
+        return TabledRows(rows, "Nanoset", tables, repeated=True, cache_folder=cache_folder)
+    if len(rows) == 1:
+        return Mixture(rows, [(0, dict.fromkeys(rows, Fraction(1)))])
+    tables = functools.partial(blend_tables, shares, samples)
+    return TabledRows(rows, "GPTDatasets", tables, repeated=False, cache_folder=cache_folder)

@@ -5,7 +5,6 @@ The files are read in ``tokens/megatron.py``; which rows a rank takes is in ``lo
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from torchtitan.data.rows.greedy import greedy_blend, normalized
-from torchtitan.data.rows.rows import Rows, shifted
+from torchtitan.data.rows.rows import fingerprint_of, shifted
 from torchtitan.data.rows.tables import Tables, open_tables
 from torchtitan.data.tokens.megatron import IndexedFile
 from torchtitan.errors import ConfigError
@@ -129,9 +128,8 @@ class GptRows:
                 f"and a sample takes {seq_len + 1:,}",
             )
         epochs = Epochs.needed(samples, tokens=available, seq_len=seq_len)
-        assert tokens.documents is not None
         facts = (tokens.fingerprint, tokens.documents.fingerprint, seq_len, first, last, seed, epochs)
-        self.fingerprint = hashlib.sha256(repr(("GPTDataset", facts)).encode()).hexdigest()
+        self.fingerprint = fingerprint_of("GPTDataset", *facts)
         self.tables: Tables = open_tables(
             "GPTDataset",
             facts,
@@ -141,6 +139,7 @@ class GptRows:
         self._documents, self._samples, self._shuffled = (
             self.tables[name] for name in ("documents", "samples", "shuffled")
         )
+        self.rows_per_epoch = (available - 1) // seq_len
         self._positions = torch.arange(seq_len)
 
     def __reduce__(self) -> Any:
@@ -178,34 +177,11 @@ def beyond(row: int, rows: int) -> IndexError:
     return IndexError(f"row {row:,} is beyond the {rows:,} that this order was worked out for")
 
 
-class BlendedGptRows:
-    """Row k is sample k of a blend of GPTDatasets by ``weights``, each built for ``samples_of`` its share."""
-
-    def __init__(self, parts: Sequence[Rows], weights: Sequence[float], samples: int, cache_folder: str = "") -> None:
-        self._made_of = (parts, weights, samples, cache_folder)
-        # Twice, as there: it shows where the sum of the quotients is not one.
-        shares = normalized(normalized(weights))
-        self._parts, self.seq_len = parts, parts[0].seq_len
-        facts = ("blend", tuple(shares), [part.fingerprint for part in parts])
-        self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
-
-        def make() -> Tables:
-            chosen, before = greedy_blend(shares, samples)
-            return {"chosen": chosen, "before": before}
-
-        tables = open_tables("blend", (tuple(shares), samples), make, cache_folder=cache_folder)
-        self._chosen, self._before = tables["chosen"], tables["before"]
-
-    def __reduce__(self) -> Any:
-        return BlendedGptRows, self._made_of
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if not 0 <= row < len(self):
-            raise beyond(row, len(self))
-        return self._parts[int(self._chosen[row])][int(self._before[row])]
+def blend_tables(weights: Sequence[float], samples: int) -> dict[str, npt.NDArray[Any]]:
+    """Which set gives each sample of a blend, and which of its samples that is, ``[samples]`` each."""
+    # Divided by their sum twice, as there: it shows where the sum of the quotients is not one.
+    chosen, before = greedy_blend(normalized(normalized(weights)), samples)
+    return {"chosen": chosen, "own": before}
 
 
 def samples_of(share: float, samples: int) -> int:

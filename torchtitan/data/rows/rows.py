@@ -40,6 +40,18 @@ class SourceRows(Rows, Protocol):
         ...
 
 
+class BlendedRows(Rows, Protocol):
+    """The rows of a run, of any number of sources."""
+
+    def place(self, row: int) -> tuple[str, int]:
+        """The source that gives row ``row``, and the number of that row within the source."""
+        ...
+
+    def counts(self, rows: int) -> dict[str, int]:
+        """How many of the first ``rows`` rows each source gives."""
+        ...
+
+
 def restart_at(begins: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
     """Positions ``[seq_len]`` that count from 0, and from 0 again at each of ``begins``, ascending and up to
     ``seq_len``."""

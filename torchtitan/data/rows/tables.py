@@ -1,10 +1,11 @@
-"""Tables of a foreign order: made once into the cache folder by whichever process comes first, and mapped by all.
+"""Orders that stand in tables: made once into the cache folder by whichever process comes first, and mapped by all.
 
 What stands in them is in the module of each order.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from torchtitan.data.rows.rows import Rows, fingerprint_of
 from torchtitan.data.sharing import make_together
 from torchtitan.data.tokens.cache import cache_path
 from torchtitan.errors import ConfigError
@@ -50,3 +53,50 @@ def open_tables(kind: str, facts: tuple[Any, ...], make: Callable[[], Tables], *
         raise ConfigError(
             "data.cache_folder", f"cannot keep the order of the data in {folder} ({error}); name another folder"
         ) from error
+
+
+class TabledRows:
+    """Rows of several sources in the order of two tables: ``chosen`` says which source gives a row, ``own`` which of
+    its rows that is. After the last one they begin anew, or, not ``repeated``, there is none."""
+
+    def __init__(
+        self,
+        rows: Mapping[str, Rows],
+        kind: str,
+        make: functools.partial[dict[str, npt.NDArray[Any]]],
+        *,
+        repeated: bool,
+        cache_folder: str,
+    ) -> None:
+        self._made_of = functools.partial(TabledRows, rows, kind, make, repeated=repeated, cache_folder=cache_folder)
+        facts = (make.args, sorted(make.keywords.items()))
+        self.tables = open_tables(kind, facts, make, cache_folder=cache_folder)
+        self._chosen, self._own = self.tables["chosen"], self.tables["own"]
+        self._names, self._rows, self._repeated = list(rows), list(rows.values()), repeated
+        self.seq_len = self._rows[0].seq_len
+        self.fingerprint = fingerprint_of(kind, facts, [part.fingerprint for part in self._rows])
+
+    def __reduce__(self) -> Any:
+        return self._made_of, ()
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        chosen, own = self._place(row)
+        return self._rows[chosen][own]
+
+    def place(self, row: int) -> tuple[str, int]:
+        chosen, own = self._place(row)
+        return self._names[chosen], own
+
+    def _place(self, row: int) -> tuple[int, int]:
+        if row < 0 or (not self._repeated and row >= len(self._chosen)):
+            raise IndexError(f"row {row:,} is beyond the {len(self._chosen):,} that this order was worked out for")
+        place = row % len(self._chosen)
+        return int(self._chosen[place]), int(self._own[place])
+
+    def counts(self, rows: int) -> dict[str, int]:
+        epochs, rest = divmod(rows, len(self._chosen))
+        number = len(self._names)
+        counts = np.bincount(self._chosen[:rest], minlength=number)
+        if epochs:
+            counts = counts + epochs * np.bincount(self._chosen, minlength=number)
+        return dict(zip(self._names, counts.tolist(), strict=True))

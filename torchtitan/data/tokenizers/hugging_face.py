@@ -100,8 +100,7 @@ class HuggingFaceTokenizer:
 
 @TOKENIZERS.register("hf")
 def build_hf_tokenizer(path: str, *, parse_special_tokens: ParseSpecialTokens = False) -> Tokenizer:
-    """Hugging Face: ``tokenizer.json`` or its folder; BOS and EOS as ``tokenizer_config.json`` and
-    ``special_tokens_map.json`` beside it say."""
+    """Hugging Face: ``tokenizer.json``, or its folder; BOS and EOS as the files of settings beside it say."""
     _stay_serial_after_forks()
     # Set, so that the library does not warn of forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -1,0 +1,181 @@
+"""``prepare``: tokenise a data set into files of datatrove or Megatron-LM, which many runs and programs read.
+
+What each of its processes does is in tokens/prepare.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from torchtitan.config import load_config
+from torchtitan.data.datasets import DATASETS, StreamSource, TokenSource
+from torchtitan.data.tokenizer import TOKENIZERS, resolve_special_ids
+from torchtitan.data.tokens.encode import Encoding
+from torchtitan.data.tokens.prepare import Format, Preparation, Result
+from torchtitan.errors import ConfigError, keys_told_as
+
+_ENDINGS = (".ds", ".bin", ".idx")
+_OWN_KEYS = {"data.cache_folder": "OUT"}
+_EDGE_KEYS = {"add_bos", "add_eos", "bos_id", "eos_id", "bos_token", "eos_token"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.add_argument(
+        "OUT",
+        type=Path,
+        help="name of the files to write, without their endings: OUT.ds with its index and metadata, or OUT.bin and "
+        "OUT.idx. What is done of it lies in OUT.work until all is, so that the same command goes on after a kill",
+    )
+    parser.add_argument(
+        "--format", choices=("ds", "megatron"), default="ds", help="whose files (default: ds, datatrove's)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=_cores(), metavar="N", help="processes (default: the cores there are)"
+    )
+
+
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Write the files; ConfigError where the configuration or the text cannot be used."""
+    if arguments.workers < 1:
+        raise ConfigError("--workers", "at least one is needed")
+    out: Path = arguments.OUT.expanduser()
+    out = out.with_suffix("") if out.suffix in _ENDINGS else out
+    plan = _plan(overrides, out, arguments.format)
+    there = plan.begin()
+    started = time.monotonic()
+    workers = min(arguments.workers, plan.source.num_pieces)
+    results = _Workers(plan, workers, overrides).run()
+    print(_told(plan, results, there, workers, time.monotonic() - started))
+    return 0
+
+
+def _plan(overrides: Sequence[str], out: Path, format: Format) -> Preparation:
+    """What the configuration asks for."""
+    config = load_config(overrides)
+    training, data = config.training, config.data
+    if data.sources:
+        raise ConfigError("data.sources", "one data set is prepared at a time; name it as training.dataset")
+    source = DATASETS.bind(training.dataset, data.args, key="training.dataset")(
+        training.dataset_path, on_bad_record=data.on_bad_record
+    )
+    if isinstance(source, (TokenSource, StreamSource)):
+        what = "tokens already" if isinstance(source, TokenSource) else "a stream, which cannot be cut into pieces"
+        raise ConfigError("training.dataset", f"{training.dataset} is {what}; give text in files")
+    options = config.tokenizer.model_extra or {}
+    tokenizer = TOKENIZERS.bind(config.tokenizer.name, options, key="tokenizer")(config.model.hf_assets_path)
+    edges = resolve_special_ids(tokenizer, **data.model_dump(include=_EDGE_KEYS))
+    return Preparation(source, Encoding(tokenizer, *edges), out, format)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Workers:
+    """Processes that share a preparation, and the bar that shows how far they are."""
+
+    def __init__(self, plan: Preparation, number: int, overrides: Sequence[str]) -> None:
+        self._plan = plan
+        context = multiprocessing.get_context("spawn")
+        self._running: dict[Connection, Any] = {}
+        # Each core has its process; the threads of a tokenizer's library would only be in their way.
+        alone = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        before = {name: os.environ.get(name) for name in alone}
+        os.environ.update(alone)
+        try:
+            for worker in range(number):
+                receiver, sender = context.Pipe(duplex=False)
+                start = worker * plan.source.num_pieces // number
+                facts = (list(overrides), plan.out, plan.format, plan.source.fingerprint, start)
+                process = context.Process(target=_work, args=(*facts, sender), daemon=True)
+                process.start()
+                sender.close()
+                self._running[receiver] = process
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    def run(self) -> list[Result]:
+        """What each did; the first error of one of them ends all."""
+        results: list[Result] = []
+        often = 0.5 if sys.stderr.isatty() else 30.0
+        pieces = self._plan.source.num_pieces
+        with tqdm(desc="tokenising", total=pieces, unit="piece", mininterval=often, delay=1) as bar:
+            try:
+                while self._running:
+                    for receiver in wait(list(self._running), timeout=0.5):
+                        assert isinstance(receiver, Connection)
+                        results.append(self._end_of(receiver))
+                    bar.update(self._plan.pieces_done() - bar.n)
+            finally:
+                for process in self._running.values():
+                    process.terminate()
+        return results
+
+    def _end_of(self, receiver: Connection) -> Result:
+        process = self._running[receiver]
+        try:
+            found = receiver.recv()
+        except EOFError:
+            process.join()
+            how = f"was ended by signal {-process.exitcode}" if process.exitcode < 0 else "failed, as it says above"
+            raise ChildProcessError(
+                f"a worker {how}; the same command goes on with the pieces in {self._plan.work}"
+            ) from None
+        del self._running[receiver]
+        if isinstance(found, ConfigError):
+            raise found
+        process.join()
+        assert isinstance(found, Result)
+        return found
+
+
+def _work(overrides: list[str], out: Path, format: Format, fingerprint: str, start: int, sender: Connection) -> None:
+    """What a worker does: its share, and then it says what that was, or what a person can mend."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asked for it ends the workers
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    try:
+        with keys_told_as(_OWN_KEYS):
+            plan = _plan(overrides, out, format)
+            if plan.source.fingerprint != fingerprint:
+                raise ConfigError("training.dataset_path", "was changed while it was read")
+            sender.send(plan.share(start))
+    except ConfigError as error:
+        sender.send(error)
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _told(plan: Preparation, results: Sequence[Result], there: int, workers: int, seconds: float) -> str:
+    """What was done, in a few lines."""
+    made = sum(result.made_tokens for result in results)
+    whole = next((result for result in results if result.tokens), None)
+    lines = [f"{path}: {path.stat().st_size:,} bytes" for path in plan.files]
+    if whole is not None:
+        lines.append(f"{whole.tokens:,} tokens of {whole.documents:,} documents, {whole.dtype}")
+        if whole.skipped:
+            lines.append(f"{whole.skipped:,} bad records skipped, the first: {whole.first_skipped}")
+    before = f" ({there} of {plan.source.num_pieces} pieces were there)" if there else ""
+    lines.append(f"{made:,} tokens in {seconds:.1f} s{before}: {made / seconds:,.0f} tokens/s, {workers} worker(s)")
+    return "\n".join(lines)
