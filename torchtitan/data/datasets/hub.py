@@ -82,12 +82,12 @@ def build_hub(
                 "and data_files of data.args",
             )
         saved = _load_saved(given, split, text_key)
-        return HubSource(given, lambda: saved, None, choice, split, on_bad_record, text_key)
+        return HubSource(given, lambda: saved, choice, split, on_bad_record, text_key)
     identity, opened = _open(given, config, revision, data_files)
     _check_split(opened, given, split)
     if not streaming:
         load = functools.partial(_prepare, opened, given, split, text_key)
-        return HubSource(given, load, identity, choice, split, on_bad_record, text_key)
+        return HubSource(given, load, choice, split, on_bad_record, text_key)
     with _plainly(given):
         stream = opened.as_streaming_dataset(split=split)
     _check_column(stream.features, given, text_key)
@@ -112,14 +112,13 @@ class HubSource:
         self,
         path: str,
         load: Callable[[], datasets.Dataset],
-        identity: str | None,
         facts: tuple[Any, ...],
         split: str,
         on_bad_record: OnBadRecord,
         text_key: str,
     ) -> None:
         self.description = f"split {split} of {path}"
-        self._path, self._load, self._identity, self._facts = path, load, identity, facts
+        self._path, self._load, self._facts = path, load, facts
         self._on_bad_record, self._text_key = on_bad_record, text_key
 
     @functools.cached_property
@@ -133,9 +132,8 @@ class HubSource:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        # Where the commit is known it says all; else the library's own, of what it read.
-        identity = self._identity or self._loaded._fingerprint
-        return hashlib.sha256(repr(("hub", self._facts, identity)).encode()).hexdigest()
+        # The library's own is of the commit or the files that it read, and the same without the network.
+        return hashlib.sha256(repr(("hub", self._facts, self._loaded._fingerprint)).encode()).hexdigest()
 
     @functools.cached_property
     def num_pieces(self) -> int:

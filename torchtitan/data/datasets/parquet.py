@@ -43,12 +43,18 @@ def build_parquet(
     refuse_early(files, _refuse_other_kinds)
     if on_bad_record == "raise":
         # A mistyped column is told before the start, for it will be mistyped in all files.
-        for file in [file for file in files if file.size][:1]:
-            with _opened(file) as content:
-                problem = column_problem(content.schema_arrow, text_key)
-            if problem:
-                raise ConfigError(KEY, f"{file.path}: {problem}")
+        _check_first(files[0], text_key)
     return source
+
+
+def _check_first(file: TextFile, text_key: str) -> None:
+    try:
+        with _opened(file) as content:
+            problem = column_problem(content.schema_arrow, text_key)
+    except ConfigError as error:
+        raise ConfigError(KEY, f"{error.problem}; mend it, or set data.on_bad_record = skip") from None
+    if problem:
+        raise ConfigError(KEY, f"{file.path}: {problem}")
 
 
 def _refuse_other_kinds(file: TextFile) -> None:
