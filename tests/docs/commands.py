@@ -127,7 +127,8 @@ def _module(name: str, arguments: list[str], environment: dict[str, str]) -> str
         found = None
     if found is None:
         return f"there is no {name}"
-    return _offers([sys.executable, "-m", name, "--help"], arguments)
+    named = [word for word in arguments[:1] if re.fullmatch(r"[a-z]+(-[a-z]+)*", word)]  # each has options of its own
+    return _offers([sys.executable, "-m", name, *named, "--help"], arguments)
 
 
 def _looked_at(command: str, arguments: list[str]) -> str | None:
@@ -181,19 +182,12 @@ def _script(name: str, arguments: list[str]) -> str | None:
 
 
 def _offers(help_command: list[str], arguments: list[str]) -> str | None:
-    """Whether the help, or that of the command that ``arguments`` begin with, names every option of them."""
+    """Whether the help names every option of ``arguments``."""
+    ended = subprocess.run(help_command, capture_output=True, text=True, timeout=60, cwd=CHECKOUT)
+    if ended.returncode:
+        return f"{' '.join(help_command[1:])} ends with {ended.returncode}"
     options = [word.partition("=")[0] for word in arguments if word.startswith("--") and "." not in word]
-    *command, asks = help_command
-    helps = [help_command]
-    if options and not arguments[0].startswith("-"):
-        helps.append([*command, arguments[0], asks])
-    told = ""
-    for words in helps:
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=CHECKOUT)
-        if ended.returncode and words is help_command:
-            return f"{' '.join(words[1:])} ends with {ended.returncode}"
-        told += ended.stdout
-    return next((f"its help does not name {option}" for option in options if option not in told), None)
+    return next((f"its help does not name {option}" for option in options if option not in ended.stdout), None)
 
 
 def _extras() -> set[str]:
