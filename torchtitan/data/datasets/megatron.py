@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from torchtitan.data.datasets import DATASETS, OnBadRecord, TokenSource, needed
 from torchtitan.data.datasets.nanoset import OrderSeed
 from torchtitan.data.files import KEY
-from torchtitan.data.tokens.mapped import JoinedTokens, find_token_files, mapping
-from torchtitan.data.tokens.megatron import Header, IndexedFile, open_indexed, read_header, with_ending
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
+
+if TYPE_CHECKING:
+    from torchtitan.data.tokens.mapped import JoinedTokens
+    from torchtitan.data.tokens.megatron import Header, IndexedFile
 
 _SAMPLED_BLOCKS = 1 << 10
 
@@ -40,6 +42,8 @@ def build_megatron(
 ) -> TokenSource:
     """Tokens of Megatron-LM: what ``X.bin`` and ``X.idx`` are called without their ending, one of them, a folder or a
     glob; several are one, by name."""
+    from torchtitan.data.tokens.megatron import read_header
+
     path = needed(path, "megatron")
     given = {"order_seed": order_seed, "split": split, "part": part}
     options: Mapping[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -47,6 +51,9 @@ def build_megatron(
 
 
 def _prefixes(path: str) -> list[Path]:
+    from torchtitan.data.tokens.mapped import find_token_files
+    from torchtitan.data.tokens.megatron import with_ending
+
     prefix = Path(path).expanduser()
     if with_ending(prefix, ".idx").is_file() or with_ending(prefix, ".bin").is_file():
         return [prefix]
@@ -79,11 +86,16 @@ class MegatronSource:
             )
 
     def open(self, vocab_size: int) -> JoinedTokens | IndexedFile:
+        from torchtitan.data.tokens.mapped import JoinedTokens
+
         parts = self.open_files(vocab_size)
         return parts[0] if len(parts) == 1 else JoinedTokens(parts)
 
     def open_files(self, vocab_size: int) -> list[IndexedFile]:
         """The tokens of each file that has any."""
+        from torchtitan.data.tokens.mapped import mapping
+        from torchtitan.data.tokens.megatron import open_indexed
+
         headers = [header for header in self._headers if header.sequences and header.bin.stat().st_size]
         logger.info(f"{self.name}: {self.description}")
         blocks = max(4, _SAMPLED_BLOCKS // len(headers))

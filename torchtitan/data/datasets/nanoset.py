@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from torchtitan.data.datasets import DATASETS, OnBadRecord, TokenSource, needed
 from torchtitan.data.files import KEY
-from torchtitan.data.tokens.datatrove import index_path, metadata_path, open_ds, read_metadata
-from torchtitan.data.tokens.mapped import JoinedTokens, MappedTokens, find_token_files, mapping
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger, note_once
+
+if TYPE_CHECKING:
+    from torchtitan.data.tokens.mapped import JoinedTokens, MappedTokens
 
 _DTYPES = {2: "<u2", 4: "<u4"}
 _SAMPLED_BLOCKS = 1 << 10
@@ -36,6 +37,8 @@ def build_nanoset(
     path: str | None, on_bad_record: OnBadRecord, *, token_bytes: TokenBytes = None, order_seed: OrderSeed = None
 ) -> TokenSource:
     """Tokens of datatrove and Nanotron: a ``.ds`` file, a folder of them or a glob; several are one, by name."""
+    from torchtitan.data.tokens.mapped import find_token_files
+
     path = needed(path, "nanoset")
     files = [_look_at(file, token_bytes) for file in find_token_files(path, [".ds"])]
     return NanosetSource(path, files, order_seed)
@@ -50,6 +53,8 @@ class _File:
 
 def _look_at(path: Path, token_bytes: int | None) -> _File:
     """What the names, the size and the metadata of a file say; ConfigError where they do not fit together."""
+    from torchtitan.data.tokens.datatrove import metadata_path, read_metadata
+
     said = read_metadata(path)
     id_bytes = token_bytes if said is None else said[1]
     if id_bytes is None:
@@ -81,6 +86,8 @@ class NanosetSource:
     name = "nanoset"
 
     def __init__(self, path: str, files: list[_File], order_seed: int | None) -> None:
+        from torchtitan.data.tokens.datatrove import index_path
+
         self.order_options: Mapping[str, Any] = {} if order_seed is None else {"order_seed": order_seed}
         self.order_seed = 1234 if order_seed is None else order_seed
         self._files = files
@@ -92,11 +99,16 @@ class NanosetSource:
         self.description = f"{len(files)} file(s) with {tokens:,} tokens at {path}{documents}"
 
     def open(self, vocab_size: int) -> JoinedTokens | MappedTokens:
+        from torchtitan.data.tokens.mapped import JoinedTokens
+
         parts = self.open_files(vocab_size)
         return parts[0] if len(parts) == 1 else JoinedTokens(parts)
 
     def open_files(self, vocab_size: int) -> list[MappedTokens]:
         """The tokens of each file that has any."""
+        from torchtitan.data.tokens.datatrove import open_ds
+        from torchtitan.data.tokens.mapped import mapping
+
         files = [file for file in self._files if file.tokens]
         logger.info(f"{self.name}: {self.description}")
         blocks = max(4, _SAMPLED_BLOCKS // len(files))
