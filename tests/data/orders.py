@@ -30,22 +30,30 @@ class Order:
         return len(set(self.hashes.values())) == 1 and self.resumed
 
 
-def order_of(argv: Sequence[str], *, steps: int = 12, rows_of_a_step: int = 10, seed: int = 0) -> Order:
-    """Compares ``steps`` global batches at all RANKS and WORKERS; the last ones lie beyond the first epoch if the data
-    is smaller than that."""
+def order_of(
+    argv: Sequence[str],
+    *,
+    steps: int = 12,
+    rows_of_a_step: int = 10,
+    ranks: Sequence[int] = RANKS,
+    resumes: int = 3,
+    seed: int = 0,
+) -> Order:
+    """Compares ``steps`` global batches at all ``ranks`` and WORKERS, and ``resumes`` runs that stopped twice; the last
+    batches lie beyond the first epoch if the data is smaller than that."""
     job = resolve_job(load_config(argv), 1)
     sources = open_rows(job)
     position = DataPosition(data_stages(job, sources))
     rows = blended(job, sources, position.place_stages(0, rows_of_a_step))
     epoch = min(source.rows_per_epoch for source in sources.values())
     hashes = {
-        (ranks, workers): _hash(_steps(rows, ranks, workers, 0, steps, rows_of_a_step))
-        for ranks in RANKS
+        (number, workers): _hash(_steps(rows, number, workers, 0, steps, rows_of_a_step))
+        for number in ranks
         for workers in WORKERS
     }
     whole = _steps(rows, 1, 0, 0, steps, rows_of_a_step)
     dice, resumed = random.Random(seed), True
-    for _ in range(3):
+    for _ in range(resumes):
         first, second = sorted(dice.sample(range(1, steps), 2))
         parts = [
             *_steps(rows, 4, 0, 0, first, rows_of_a_step),
