@@ -104,6 +104,19 @@ def test_long_text_is_counted_as_it_is_trained_on(
     }  # fmt: skip
 
 
+def test_a_tokenizer_that_tells_nothing_of_its_tokens(
+    texts: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has what training needs, and no more; a file that is given twice is read once."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "docs" / "example"))
+    words = ["--job.imports=acme.tokenizer", "--tokenizer.name=characters", "--tokenizer.alphabet=the "]
+    found = reported(capsys, "encode", texts[1], texts[1], *words, "--ids")
+    assert len(found["files"]) == 1
+    assert found["files"][0]["ids"][:3] == [0, 1, 2] and found["files"][0]["pieces"][0] is None
+    assert (found["bos"], found["total"]["unknown"]) == ({"id": 4, "token": None}, [])
+    assert "no names for tokens; give data.eos_id" in refused(capsys, texts[1], *words, "--data.eos_token=h")
+
+
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "latin1.txt").write_bytes(b"one\ntw\xe9 three\n")
     (tmp_path / "long.txt").write_text("a" * 10_001)

@@ -127,7 +127,8 @@ def _module(name: str, arguments: list[str], environment: dict[str, str]) -> str
         found = None
     if found is None:
         return f"there is no {name}"
-    return _offers([sys.executable, "-m", name, "--help"], arguments)
+    named = [word for word in arguments[:1] if re.fullmatch(r"[a-z]+(-[a-z]+)*", word)]  # each has options of its own
+    return _offers([sys.executable, "-m", name, *named, "--help"], arguments)
 
 
 def _looked_at(command: str, arguments: list[str]) -> str | None:

@@ -9,6 +9,8 @@ from torchtitan.config import describe_error, load_config
 from torchtitan.errors import ConfigError
 from torchtitan.resolve import Job, resolve_job
 
+PYTHON_DOCS = "dataset=python_docs"
+
 
 def resolve(folder: Path, *words: str, ranks: int = 1) -> Job:
     """A job of seq_len 48 that validates; ``words`` are keys of ``[validation]`` unless they name a section."""
@@ -20,12 +22,11 @@ def resolve(folder: Path, *words: str, ranks: int = 1) -> Job:
 
 
 def test_what_is_left_out_is_that_of_training(tmp_path: Path) -> None:
-    plan = resolve(tmp_path, "training.local_batch_size=3").validation
+    plan = resolve(tmp_path, PYTHON_DOCS, "training.local_batch_size=3").validation
     assert plan is not None
     assert (plan.seq_len, plan.local_batch_size) == (48, 3)
-    (source,) = plan.sets.values()
-    assert source.data.name == "python_docs"  # what c4_validation reads without a path
-    plan = resolve(tmp_path, "seq_len=24", "local_batch_size=5").validation
+    assert list(plan.sets) == [None]
+    plan = resolve(tmp_path, PYTHON_DOCS, "seq_len=24", "local_batch_size=5").validation
     assert plan is not None
     assert (plan.seq_len, plan.local_batch_size) == (24, 5)
 
@@ -93,7 +94,7 @@ def test_refused_in_a_layout(tmp_path: Path, words: list[str], key: str, said: s
 def test_steps_without_a_limit_make_the_batch_mean_nothing_which_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    resolve(tmp_path, "global_batch_size=4", "steps=2")
+    resolve(tmp_path, PYTHON_DOCS, "global_batch_size=4", "steps=2")
     assert "changes nothing" not in caplog.text
-    resolve(tmp_path, "global_batch_size=4")
+    resolve(tmp_path, PYTHON_DOCS, "global_batch_size=4")
     assert "validation.global_batch_size changes nothing" in caplog.text

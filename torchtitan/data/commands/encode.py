@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         problem = str(error)  # training would be refused; the text has its tokens all the same
     build = DATASETS.bind(kind, data.args if kind == config.training.dataset else {}, key="--as")
     found: dict[str, Survey] = {}
-    for file in arguments.files:
+    for file in dict.fromkeys(arguments.files):
         try:
             source = _Input() if file == "-" else build(file, on_bad_record=data.on_bad_record)
             if isinstance(source, TokenSource):

@@ -186,7 +186,7 @@ def sampled_hash(path: Path, blocks: int) -> str:
     Neither name nor times are in it, so that a moved or copied file is the same.
     """
     size = path.stat().st_size
-    hasher = hashlib.blake2b(str(size).encode(), digest_size=16)
+    hasher = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:
         if size <= blocks * _BLOCK_BYTES:
             hasher.update(file.read())
@@ -198,11 +198,11 @@ def sampled_hash(path: Path, blocks: int) -> str:
 
 
 def index_hash(path: Path) -> str:
-    """Hash of a whole index; of one beyond 256 MiB a sample."""
+    """Hash of a whole index, by what most processors have instructions for; of one beyond 256 MiB of a sample."""
     size = path.stat().st_size
     if size > _HASHED_BYTES:
         return sampled_hash(path, 4096)
     if size == 0:
-        return hashlib.blake2b(digest_size=16).hexdigest()
+        return hashlib.sha256().hexdigest()
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return hashlib.blake2b(content, digest_size=16).hexdigest()
+        return hashlib.sha256(content).hexdigest()

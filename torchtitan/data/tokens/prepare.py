@@ -74,15 +74,16 @@ class Preparation:
         recipe = self.work / "recipe.json"
         try:
             self.work.mkdir(parents=True, exist_ok=True)
-            if not recipe.exists():
+            done = self.pieces_done()
+            if not done:
                 recipe.with_suffix(".part").write_text(facts)
                 recipe.with_suffix(".part").rename(recipe)
-            elif recipe.read_text() != facts:
+            elif not recipe.exists() or recipe.read_text() != facts:
                 raise ConfigError(
                     "OUT",
                     f"{self.work} holds pieces of other data or of another tokenizer; remove it, or give another name",
                 )
-            return self.pieces_done()
+            return done
         except OSError as error:
             raise ConfigError("OUT", f"cannot write there: {error}") from None
 

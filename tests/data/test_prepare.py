@@ -1,0 +1,127 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.test_token_files import ids, opened, starts
+from torchtitan.data.__main__ import main
+from torchtitan.data.tokenizers.hugging_face import build_hf_tokenizer
+
+BOS, EOS = 2098, 2099
+TEXTS = [f"Document {n} of many.\n" + "The words go on and on. " * (n % 40) for n in range(1500)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 0.7 MB, which are three pieces."""
+    path = tmp_path_factory.mktemp("text") / "c.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def words(out: Path, corpus: Path, *more: str) -> list[str]:
+    source = ["--training.dataset=jsonl", f"--training.dataset_path={corpus}"]
+    return ["prepare", str(out), *source, f"--data.bos_id={BOS}", f"--data.eos_id={EOS}", *more]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("format", ["ds", "megatron"])
+def test_any_number_of_workers_writes_the_same_files(
+    tmp_path: Path, corpus: Path, format: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for workers in (1, 2):
+        (tmp_path / str(workers)).mkdir()
+        assert main(words(tmp_path / str(workers) / "x", corpus, f"--format={format}", f"--workers={workers}")) == 0
+    told = capsys.readouterr().out
+    found = [contents(tmp_path / str(workers)) for workers in (1, 2)]
+    assert found[0] == found[1]
+    assert set(found[0]) == ({"x.ds", "x.ds.index", "x.ds.metadata"} if format == "ds" else {"x.bin", "x.idx"})
+    tokens = opened("nanoset" if format == "ds" else "megatron", tmp_path / "1", vocab_size=2100)
+    expected = [[BOS, *text, EOS] for text in build_hf_tokenizer("").encode_batch(TEXTS)]
+    assert ids(tokens) == [i for document in expected for i in document]
+    assert starts(tokens) == np.cumsum([0, *map(len, expected)])[:-1].tolist()
+    assert f"{len(tokens):,} tokens of 1,500 documents, uint16" in told and "tokens/s, 2 worker(s)" in told
+
+
+def test_goes_on_after_a_kill(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    assert main(words(tmp_path / "whole/x", corpus)) == 0
+    command = words(tmp_path / "killed/x", corpus, "--workers=1")
+    run = subprocess.Popen([sys.executable, "-m", "torchtitan.data", *command], stderr=subprocess.DEVNULL)
+    piece, end = tmp_path / "killed/x.work/piece-000000", time.monotonic() + 60
+    while not piece.exists() and time.monotonic() < end:
+        time.sleep(0.005)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    assert piece.exists() and not (tmp_path / "killed/x.ds").exists()
+    capsys.readouterr()
+    assert main(command) == 0
+    assert re.search(r"\([12] of 3 pieces were there\)", capsys.readouterr().out)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_bad_records_are_told_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\nno JSON\n{"text": "b"}\n')
+    assert main(words(tmp_path / "x", bad)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "bad.jsonl:2: not JSON" in line and line.startswith("training.dataset_path")
+    assert main(words(tmp_path / "x", bad, "--data.on_bad_record=skip")) == 0
+    told = capsys.readouterr().out
+    assert "of 2 documents" in told and "1 bad records skipped, the first: " in told and "bad.jsonl:2: not JSON" in told
+
+
+def test_what_is_refused(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*more: str, out: str = "x") -> str:
+        assert main(words(tmp_path / out, corpus, *more)) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        return line
+
+    (tmp_path / "there.ds").write_bytes(b"")
+    assert told(out="there.ds").endswith("there.ds is there already; remove it, or give another name")
+    assert told("--workers=0").startswith("--workers: at least one")
+    assert "is tokens already" in told("--training.dataset=megatron", f"--training.dataset_path={megatron(tmp_path)}")
+    (tmp_path / "x.work").mkdir()
+    (tmp_path / "x.work/recipe.json").write_text("{}")
+    (tmp_path / "x.work/piece-000000").write_bytes(b"")
+    assert "holds pieces of other data or of another tokenizer" in told()
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    line = told(f"--training.dataset_path={empty}", out="y")
+    assert "the data set is empty: no token in 0 documents" in line
+    assert not list(tmp_path.glob("y.ds*"))
+    with pytest.raises(SystemExit) as error:
+        main(["prepare", "--format=parquet", "x"])
+    assert error.value.code == 2 and "parquet" in capsys.readouterr().err
+
+
+def megatron(folder: Path) -> Path:
+    from tests.data.test_token_files import indexed
+
+    return indexed(folder / "tokens")
+
+
+def test_a_worker_that_is_killed_is_told(tmp_path: Path, corpus: Path) -> None:
+    command = [sys.executable, "-m", "torchtitan.data", *words(tmp_path / "x", corpus, "--workers=1")]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    end, children = time.monotonic() + 60, ""
+    while not (tmp_path / "x.work/piece-000000.lock").exists() and time.monotonic() < end:
+        time.sleep(0.005)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    workers = [int(c) for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "a worker was ended by signal 9; the same command goes on with the pieces in" in errors.splitlines()[-1]
