@@ -17,7 +17,7 @@ from torchtitan.errors import ConfigError
 
 KINDS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
-    ".zst": zstandard.ZstdCompressor().compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
     ".xz": lzma.compress,
     ".bz2": bz2.compress,
 }

@@ -419,15 +419,17 @@ class TestLocalStreams:
     def test_bad_records_have_a_place(self, tmp_path: Path) -> None:
         path = tmp_path / "a.jsonl"
         path.write_text('{"text": "a"}\n{"text": null}\n{"text": "b"}\n')
-        with pytest.raises(ConfigError, match=r"json: record 2: null, not text; mend it, or set data\.on_bad_record"):
+        with pytest.raises(
+            ConfigError, match=r"json \(.*a\.jsonl\): record 2: null, not text; mend it, or set data\.on_bad_record"
+        ):
             list(local_stream([str(path)]).read_from(Place()))
         ((found, _),) = local_stream([str(path)], "skip").read_from(Place())
-        assert [str(text) for text in found] == ["a", "json: record 2: null, not text", "b"]
+        assert [str(text) for text in found] == ["a", f"json ({path}): record 2: null, not text", "b"]
 
     def test_a_damaged_file_is_no_network_that_comes_back(self, tmp_path: Path) -> None:
         first, second = write_lines(tmp_path)
         Path(second).write_text('{"text": "x"}\n{nope\n')
-        with pytest.raises(ConfigError, match="json: cannot be read after record 150"):
+        with pytest.raises(ConfigError, match=r"json \(.*: cannot be read after record 150"):
             list(local_stream([first, second]).read_from(Place()))
         Path(second).unlink()
         with pytest.raises(ConfigError, match=r"Unable to find .*b\.jsonl"):

@@ -83,18 +83,21 @@ def build_hub(
             )
         saved = _load_saved(given, split, text_key)
         return HubSource(given, lambda: saved, choice, split, on_bad_record, text_key)
-    identity, opened = _open(given, config, revision, data_files)
-    _check_split(opened, given, split)
+    commit, opened = _open(given, config, revision, data_files)
+    shown = given
+    if data_files:
+        shown += f" ({', '.join(data_files[:2])}{', …' if len(data_files) > 2 else ''})"
+    _check_split(opened, shown, split)
     if not streaming:
-        load = functools.partial(_prepare, opened, given, split, text_key)
-        return HubSource(given, load, choice, split, on_bad_record, text_key)
-    with _plainly(given):
+        load = functools.partial(_prepare, opened, shown, split, text_key)
+        return HubSource(shown, load, choice, split, on_bad_record, text_key)
+    with _plainly(shown):
         stream = opened.as_streaming_dataset(split=split)
-    _check_column(stream.features, given, text_key)
+    _check_column(stream.features, shown, text_key)
     return HubStream(
-        given,
+        shown,
         stream,
-        (*choice, identity or _local_files(opened, split)),
+        (*choice, given, commit or _local_files(opened, split)),
         split,
         on_bad_record,
         text_key,
@@ -117,7 +120,7 @@ class HubSource:
         on_bad_record: OnBadRecord,
         text_key: str,
     ) -> None:
-        self.description = f"split {split} of {path}"
+        self.description = f"{split} of {path}"
         self._path, self._load, self._facts = path, load, facts
         self._on_bad_record, self._text_key = on_bad_record, text_key
 
@@ -164,8 +167,8 @@ class HubStream:
         documents_at_once: int,
         shuffle_rows: int,
     ) -> None:
-        self.description = f"split {split} of {path}"
-        self.fingerprint = hashlib.sha256(repr(("stream", path, facts)).encode()).hexdigest()
+        self.description = f"{split} of {path}"
+        self.fingerprint = hashlib.sha256(repr(("stream", facts)).encode()).hexdigest()
         self.documents_at_once, self.shuffle_rows = documents_at_once, shuffle_rows
         self._path, self._stream = path, stream
         self._on_bad_record, self._text_key = on_bad_record, text_key
@@ -234,7 +237,7 @@ def _load_saved(path: str, split: str, text_key: str) -> datasets.Dataset:
 def _open(
     path: str, config: str | None, revision: str | None, data_files: list[str]
 ) -> tuple[str | None, datasets.DatasetBuilder]:
-    """What says which data these are, where the hub knows it, and the library's builder of them."""
+    """The commit of data at the hub, where it is known, and the library's builder of the data."""
     local = Path(path).expanduser()
     commit = None
     if local.is_file():
@@ -262,7 +265,7 @@ def _open(
         builder = datasets.load_dataset_builder(
             path, name=config, revision=commit or revision, data_files=data_files or None
         )
-    return (None if commit is None else f"{path}@{commit}"), builder
+    return commit, builder
 
 
 def _find_commit(name: str, revision: str | None) -> str | None:
