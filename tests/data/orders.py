@@ -45,7 +45,6 @@ def order_of(
     sources = open_rows(job)
     position = DataPosition(data_stages(job, sources))
     rows = blended(job, sources, position.place_stages(0, rows_of_a_step))
-    epoch = min(source.rows_per_epoch for source in sources.values())
     hashes = {
         (number, workers): _hash(_steps(rows, number, workers, 0, steps, rows_of_a_step))
         for number in ranks
@@ -61,6 +60,7 @@ def order_of(
             *_steps(rows, 2, 0, second, steps - second, rows_of_a_step),
         ]
         resumed = resumed and parts == whole
+    epoch = min(source.rows_per_epoch for source in sources.values())
     return Order({key: text[:12] for key, text in hashes.items()}, epoch, resumed)
 
 
