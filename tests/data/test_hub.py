@@ -14,7 +14,7 @@ import pytest
 from tests.data.fake_hub import COMMIT, TOKEN
 from torchtitan.data import files
 from torchtitan.data.datasets import DATASETS, Skipped
-from torchtitan.data.datasets.hub import _broke_off
+from torchtitan.data.hub import broke_off
 from torchtitan.errors import ConfigError
 
 TRAIN = [f"train {i}" for i in range(100)]
@@ -178,7 +178,7 @@ def test_what_may_be_tried_again() -> None:
 
     again = [ConnectionResetError(), TimeoutError(), httpx.ReadTimeout("x"), answered(503), answered(429)]
     never = [FileNotFoundError(), answered(404), answered(403, GatedRepoError), ValueError("x"), pa.ArrowInvalid("x")]
-    assert all(_broke_off(error) for error in again) and not any(_broke_off(error) for error in never)
+    assert all(broke_off(error) for error in again) and not any(broke_off(error) for error in never)
 
 
 class TestC4:

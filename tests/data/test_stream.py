@@ -21,9 +21,10 @@ from torchtitan.data.datasets import DATASETS, Interrupted, Place, Skipped, Stre
 from torchtitan.data.loader import build_loader
 from torchtitan.data.rows.stream import StreamRows
 from torchtitan.data.tokenizers.utf8 import BytesTokenizer
-from torchtitan.data.tokens import stream
+from torchtitan.data.tokens import stream, stream_reader
 from torchtitan.data.tokens.encode import Encoding
-from torchtitan.data.tokens.stream import Progress, StreamTokens, open_stream, read_journal
+from torchtitan.data.tokens.stream import StreamTokens, open_stream
+from torchtitan.data.tokens.stream_reader import Progress, read_journal
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
@@ -66,7 +67,7 @@ class Listed:
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
-    stream._stop_readers()
+    stream_reader._stop_readers()
     assert not [t for t in threading.enumerate() if t.name.startswith("stream ")]
 
 
@@ -140,7 +141,7 @@ class TestTokens:
 
     def test_a_place_that_is_lost_is_counted(self, tmp_path: Path) -> None:
         opened(tmp_path).window(3000, 10)
-        stream._stop_readers()
+        stream_reader._stop_readers()
         (place,) = tmp_path.glob("*.place-*")
         place.unlink()
         assert opened(tmp_path).window(9000, 10).tolist() == IDS[9000:9010]
@@ -173,7 +174,7 @@ class Breaking(Listed):
 class TestBreaks:
     @pytest.fixture(autouse=True)
     def _quickly(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(stream, "_RETRY_SECONDS", (0.01, 0.02))
+        monkeypatch.setattr(stream_reader, "_RETRY_SECONDS", (0.01, 0.02))
 
     def test_a_stream_that_breaks_off_goes_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         warned: list[str] = []

@@ -6,9 +6,7 @@ library finds them; no code of a data set is run. Their library takes seconds to
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gzip
 import hashlib
 import os
 import re
@@ -30,24 +28,19 @@ from torchtitan.data.datasets import (
     needed,
 )
 from torchtitan.data.files import KEY, piece_bytes
+from torchtitan.data.hub import broke_off, cause_of, find_commit, plainly
 from torchtitan.errors import ConfigError, one_line
-from torchtitan.log import note_once
-from torchtitan.secrets import hide
 
 if TYPE_CHECKING:
     import datasets
 
 _BUILDERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_PROBE_SECONDS = 10
-_NETWORKS = {"aiohttp", "fsspec", "http", "httpx", "httpx2", "requests", "ssl", "urllib3"}
-_LOST_FOR_GOOD = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, gzip.BadGzipFile)
 
 Split = Annotated[str, Field(min_length=1, description="split of the data set")]
 Revision = Annotated[str | None, Field(description="commit, tag or branch at the hub; none: the newest, said aloud")]
 DocumentsAtOnce = Annotated[
-    int | None, Field(description="documents of a stream tokenised between two notes of its place (4096)", ge=1)
+    int | None, Field(description="documents of a stream tokenised between two notes of its place (1024)", ge=1)
 ]
 ShuffleRows = Annotated[
     int | None, Field(description="rows of a stream that are shuffled among themselves (512)", ge=1, le=1 << 20)
@@ -91,7 +84,7 @@ def build_hub(
     if not streaming:
         load = functools.partial(_prepare, opened, shown, split, text_key)
         return HubSource(shown, load, choice, split, on_bad_record, text_key)
-    with _plainly(shown):
+    with plainly(shown):
         stream = opened.as_streaming_dataset(split=split)
     _check_column(stream.features, shown, text_key)
     return HubStream(
@@ -101,7 +94,7 @@ def build_hub(
         split,
         on_bad_record,
         text_key,
-        documents_at_once=documents_at_once or 4096,
+        documents_at_once=documents_at_once or 1024,
         shuffle_rows=shuffle_rows or 512,
     )
 
@@ -191,9 +184,11 @@ class HubStream:
         except ConfigError:
             raise
         except Exception as error:  # each of the libraries below has its own
-            if _broke_off(error):
+            if broke_off(error):
                 raise Interrupted(one_line(error)) from None
-            raise ConfigError(KEY, f"{self._path}: cannot be read after record {records:,} ({_cause(error)})") from None
+            raise ConfigError(
+                KEY, f"{self._path}: cannot be read after record {records:,} ({cause_of(error)})"
+            ) from None
 
 
 def _documents(
@@ -224,7 +219,7 @@ def is_saved(path: str) -> bool:
 def _load_saved(path: str, split: str, text_key: str) -> datasets.Dataset:
     import datasets
 
-    with _plainly(path):
+    with plainly(path):
         found = datasets.load_from_disk(str(Path(path).expanduser()))
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
@@ -251,7 +246,7 @@ def _open(
             raise ConfigError("data.args.data_files", f"are missing: which files does {path} mean?")
         path = str(local) if local.is_dir() else path
     elif _HUB_NAME.fullmatch(path):
-        commit = _find_commit(path, revision)
+        commit = find_commit(path, revision)
     else:
         raise ConfigError(
             KEY,
@@ -261,56 +256,11 @@ def _open(
 
     if os.environ.get("RANK", "0") != "0":
         datasets.disable_progress_bars()
-    with _plainly(path):
+    with plainly(path):
         builder = datasets.load_dataset_builder(
             path, name=config, revision=commit or revision, data_files=data_files or None
         )
     return commit, builder
-
-
-def _find_commit(name: str, revision: str | None) -> str | None:
-    """The commit at the hub that ``revision`` means, None where it cannot be asked and was never; one short request."""
-    import huggingface_hub
-    from huggingface_hub import constants, errors
-
-    for token in (os.environ.get("HF_TOKEN"), huggingface_hub.get_token()):
-        hide("huggingface_token", token)
-    if constants.HF_HUB_OFFLINE:
-        if revision is not None and _COMMIT.fullmatch(revision):
-            return revision
-        cached = Path(constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}", "refs", revision or "main")
-        return cached.read_text().strip() if cached.is_file() else None
-    hub = huggingface_hub.HfApi()
-    try:
-        found = hub.dataset_info(name, revision=revision, timeout=_PROBE_SECONDS)
-        if found.gated:
-            hub.auth_check(name, repo_type="dataset")
-    except errors.GatedRepoError:
-        raise ConfigError(
-            KEY,
-            f"{name} is gated: ask for access at {hub.endpoint}/datasets/{name}, and put a token of yours into the "
-            "environment as HF_TOKEN",
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ConfigError("data.args.revision", f"{name} has no revision {revision!r} at the hub") from None
-    except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        raise ConfigError(
-            KEY,
-            f"there is no folder {name}, and at the hub no data set of that name that you may read; a private one "
-            "needs a token in the environment as HF_TOKEN",
-        ) from None
-    except Exception as error:  # each of the libraries below has its own
-        raise ConfigError(
-            KEY,
-            f"cannot ask {hub.endpoint} for {name} ({one_line(error)}); with HF_HUB_OFFLINE=1 in the environment what "
-            "was downloaded before is used",
-        ) from None
-    if revision is None:
-        note_once(
-            f"{name} may change at the hub: this run reads commit {found.sha}; to read that always, "
-            f'set data.args.revision = "{found.sha}"'
-        )
-    return found.sha
 
 
 def _check_split(builder: datasets.DatasetBuilder, path: str, split: str) -> None:
@@ -330,7 +280,7 @@ def _check_column(features: datasets.Features | None, path: str, text_key: str) 
 
 def _prepare(builder: datasets.DatasetBuilder, path: str, split: str, text_key: str) -> datasets.Dataset:
     """Download what is missing, and open it."""
-    with _plainly(path):
+    with plainly(path):
         builder.download_and_prepare()
         found = builder.as_dataset(split=split)
     _check_column(found.features, path, text_key)
@@ -344,47 +294,3 @@ def _local_files(builder: datasets.DatasetBuilder, split: str) -> list[tuple[str
         status = os.stat(file) if os.path.isfile(file) else None
         files.append((file, 0, 0) if status is None else (os.path.basename(file), status.st_size, status.st_mtime_ns))
     return files
-
-
-@contextlib.contextmanager
-def _plainly(path: str) -> Iterator[None]:
-    """What the library says in a paragraph, as one line."""
-    try:
-        yield
-    except Exception as error:  # it raises of all kinds
-        text = _cause(error)
-        remedy = next((remedy for word, remedy in _REMEDIES.items() if word in text), "")
-        raise ConfigError(KEY, f"{path}: {text}{remedy}") from None
-
-
-_REMEDIES = {
-    "OfflineMode": "; HF_HUB_OFFLINE is set, and it was not downloaded before",
-    "script": "; no code of a data set is run here: many have a copy of their data in data.args.revision = "
-    '"refs/convert/parquet"',
-    "onfig": "; set data.args.config",
-    "split": "; set data.args.split",
-    "data_files": "; set data.args.data_files",
-}
-
-
-def _cause(error: BaseException) -> str:
-    """One line of the error that the others were raised for."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = one_line(error)
-    return text if len(text) <= 300 else f"{text[:299]}…"
-
-
-def _broke_off(error: BaseException) -> bool:
-    """Whether ``error`` is one that networks make, and the next try may go without."""
-    seen: BaseException | None = error
-    while seen is not None:
-        status = getattr(getattr(seen, "response", None), "status_code", None)
-        if status is not None:
-            return status >= 500 or status in (408, 429)
-        if isinstance(seen, _LOST_FOR_GOOD):
-            return False
-        if isinstance(seen, OSError) or type(seen).__module__.partition(".")[0] in _NETWORKS:
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False

@@ -1,84 +1,40 @@
 """Tokens of a stream, which grow while training goes on: one file, read on by one process for all that need it.
 
 What is read on, and how its place is found again, is the source's; in which order rows are cut from it, rows/'s.
-
-``X.ds`` and ``X.ds.index`` are as datatrove.py says, and grow at their ends. ``X.journal`` has a record for each piece
-that was added: what it says is there is there, what stands behind it was left by somebody who was killed, and is
-written anew. ``X.place-N`` is where the stream stood after N records of the journal, ``X.wanted`` up to which token
-anybody needs it.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import hashlib
 import json
 import os
-import struct
-import threading
 import time
 import weakref
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.data.datasets import Interrupted, Place, Skipped, StreamSource
+from torchtitan.data.datasets import StreamSource
 from torchtitan.data.sharing import take_lock
 from torchtitan.data.tokens.cache import cached_file
-from torchtitan.data.tokens.datatrove import index_path, metadata_path, metadata_text
-from torchtitan.data.tokens.encode import Encoding, encode_documents
+from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.store import circle_window, map_array
+from torchtitan.data.tokens.stream_reader import (
+    Progress,
+    Reader,
+    lost_end,
+    read_journal,
+    read_wanted,
+    told_as_cache_folder,
+)
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
 _POLL_SECONDS = 0.02
 _TOLD_SECONDS = 30.0
-_RETRY_SECONDS = (1, 2, 4, 8, 16, 30, 60)
-"""How long is waited before a stream that broke off is read again; after the last time it has failed."""
 _ALL = 1 << 62
-_PIECE_CHARACTERS = 1 << 25
-_RECORD = struct.Struct("<6Q8s")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What of a stream is there, counted from its beginning; ``ended`` is 1 where that is all of it."""
-
-    tokens: int = 0
-    documents: int = 0
-    records: int = 0
-    skipped: int = 0
-    text_bytes: int = 0
-    ended: int = 0
-
-    def pack(self) -> bytes:
-        numbers = struct.pack("<6Q", *astuple(self))
-        return numbers + _check(numbers)
-
-
-def _check(numbers: bytes) -> bytes:
-    return hashlib.blake2b(numbers, digest_size=8).digest()
-
-
-def read_journal(path: Path) -> tuple[Progress, int]:
-    """The last whole record of a journal, and how many there are up to it."""
-    try:
-        with open(path, "rb") as file:
-            count = os.fstat(file.fileno()).st_size // _RECORD.size
-            # The last one may have been torn by a loss of power.
-            for number in range(count, 0, -1):
-                record = os.pread(file.fileno(), _RECORD.size, (number - 1) * _RECORD.size)
-                *numbers, check = _RECORD.unpack(record)
-                if check == _check(record[:-8]):
-                    return Progress(*numbers), number
-    except FileNotFoundError:
-        pass
-    return Progress(), 0
 
 
 def open_stream(source: StreamSource, encoding: Encoding, *, cache_folder: str = "") -> StreamTokens:
@@ -88,7 +44,7 @@ def open_stream(source: StreamSource, encoding: Encoding, *, cache_folder: str =
     ConfigError for a stream that cannot be read or holds nothing, and for a folder that cannot be used.
     """
     path, recipe = cached_file(source, encoding, cache_folder)
-    with _told_as_cache_folder(path):
+    with told_as_cache_folder(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     tokens = StreamTokens(path, source, encoding, hashlib.sha256(json.dumps(recipe).encode()).hexdigest())
     tokens.window(0, 1)
@@ -118,7 +74,7 @@ class StreamTokens:
         self._source, self._encoding = source, encoding
         self._ids: npt.NDArray[Any] = np.empty(0, encoding.dtype)
         self._asked = 0
-        self._reader: _Reader | None = None
+        self._reader: Reader | None = None
 
     def __reduce__(self) -> tuple[type[StreamTokens], tuple[Any, ...]]:
         return StreamTokens, (self.path, self._source, self._encoding, self.fingerprint)
@@ -197,13 +153,13 @@ class StreamTokens:
             try:
                 self._ids = map_array(self.path, self._encoding.dtype, count=progress.tokens)
             except (ValueError, FileNotFoundError):
-                raise _lost(self.path) from None
+                raise lost_end(self.path) from None
         self.progress = progress
 
     def _ask(self, stop: int) -> None:
-        with _told_as_cache_folder(self.path):
+        with told_as_cache_folder(self.path):
             wanted = self.path.with_suffix(".wanted")
-            if stop > _read_wanted(wanted):
+            if stop > read_wanted(wanted):
                 file = os.open(wanted, os.O_WRONLY | os.O_CREAT, 0o666)
                 try:
                     os.pwrite(file, stop.to_bytes(8, "little"), 0)
@@ -214,204 +170,8 @@ class StreamTokens:
         """Be the one who reads the stream, if nobody is."""
         if self._reader is not None and self._reader.is_alive():
             return
-        with _told_as_cache_folder(self.path):
+        with told_as_cache_folder(self.path):
             lock = take_lock(self.path.with_suffix(".lock"), wait=False)
         if lock is not None:
-            self._reader = _Reader(self.path, self._source, self._encoding, lock)
+            self._reader = Reader(self.path, self._source, self._encoding, lock)
             weakref.finalize(self, self._reader.stopped.set)
-
-
-def _read_wanted(path: Path) -> int:
-    try:
-        return int.from_bytes(path.read_bytes()[:8], "little")
-    except FileNotFoundError:
-        return 0
-
-
-def _lost(file: Path) -> ConfigError:
-    stem = file.with_name(file.name.partition(".ds")[0])
-    return ConfigError("data.cache_folder", f"{file} has lost its end; remove {stem}* to read the stream anew")
-
-
-@contextlib.contextmanager
-def _told_as_cache_folder(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            "data.cache_folder", f"cannot keep token files in {path.parent} ({error}); name another folder"
-        ) from error
-
-
-class _Reader:
-    """Who reads a stream on, while it holds the lock: a thread."""
-
-    def __init__(self, path: Path, source: StreamSource, encoding: Encoding, lock: IO[str]) -> None:
-        self._path, self._source, self._encoding, self._lock = path, source, encoding, lock
-        self._process = os.getpid()
-        self.stopped = threading.Event()
-        self.error: BaseException | None = None
-        self._told_of_skipped = False
-        self._progress, self._pieces, self._place = Progress(), 0, Place()
-        # A daemon, for a thread that waits for the network must not keep the process.
-        self._thread = threading.Thread(target=self._run, name=f"stream {source.name}", daemon=True)
-        _READERS.add(self)
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        return self.is_ours() and self._thread.is_alive()
-
-    def is_ours(self) -> bool:
-        """Whether this process started it; one that was forked later has but a picture of it."""
-        return self._process == os.getpid()
-
-    def stop(self) -> None:
-        self.stopped.set()
-        if self.is_alive():
-            self._thread.join(5)
-
-    def leave_to_parent(self) -> None:
-        """In a process forked from the one that reads: the lock is not its own, and dies with the other."""
-        self._lock.close()
-
-    def _run(self) -> None:
-        try:
-            with self._lock:
-                with _told_as_cache_folder(self._path):
-                    self._recover()
-                self._read()
-        except BaseException as error:
-            self.error = error
-
-    def _recover(self) -> None:
-        """Go on after what the journal says is there; what else there is goes."""
-        path, journal = self._path, self._path.with_suffix(".journal")
-        self._progress, self._pieces = read_journal(journal)
-        for file, size in (
-            (path, self._progress.tokens * np.dtype(self._encoding.dtype).itemsize),
-            (index_path(path), self._progress.documents * 8),
-            (journal, self._pieces * _RECORD.size),
-        ):
-            file.touch()
-            if file.stat().st_size < size:
-                raise _lost(file)
-            os.truncate(file, size)
-        self._place = Place(self._progress.records)
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            self._place = Place(self._progress.records, json.loads(self._place_file(self._pieces).read_bytes()))
-
-    def _place_file(self, pieces: int) -> Path:
-        return self._path.with_suffix(f".place-{pieces}")
-
-    def _read(self) -> None:
-        stream: Iterator[tuple[list[str | Skipped], Place]] | None = None
-        failures = 0
-        while not self._progress.ended and not self.stopped.is_set():
-            if self._progress.tokens >= _read_wanted(self._path.with_suffix(".wanted")):
-                self.stopped.wait(2 * _POLL_SECONDS)
-                continue
-            try:
-                stream = self._source.read_from(self._place) if stream is None else stream
-                documents, place, ended = self._next_piece(stream)
-            except Interrupted as error:
-                if failures == len(_RETRY_SECONDS):
-                    raise ConfigError(
-                        "training.dataset_path",
-                        f"{self._source.description}: the stream broke off {failures + 1} times after record "
-                        f"{self._place.records:,} ({error}); start again when it can be reached",
-                    ) from None
-                pause = _RETRY_SECONDS[failures]
-                logger.warning(f"{self._source.name}: the stream broke off ({error}); reading on in {pause} s")
-                self.stopped.wait(pause)
-                stream, failures = None, failures + 1
-                continue
-            failures = 0
-            self._add(documents, place, ended)
-
-    def _next_piece(
-        self, stream: Iterator[tuple[list[str | Skipped], Place]]
-    ) -> tuple[list[str | Skipped], Place, bool]:
-        """Documents that are tokenised in one, the place after them, and whether they are the last."""
-        documents: list[str | Skipped] = []
-        place, characters = self._place, 0
-        while len(documents) < self._source.documents_at_once and characters < _PIECE_CHARACTERS:
-            found = next(stream, None)
-            if found is None:
-                return documents, place, True
-            some, place = found
-            documents += some
-            characters += sum(len(document) for document in some if isinstance(document, str))
-        return documents, place, False
-
-    def _add(self, documents: list[str | Skipped], place: Place, ended: bool) -> None:
-        """Write down a piece: first its content, then the place after it, and then that both are there."""
-        piece, before = encode_documents(documents, self._encoding), self._progress
-        if piece.skipped and not self._told_of_skipped:
-            self._told_of_skipped = True
-            logger.warning(f"{self._source.name}: bad records are skipped, the first: {piece.first_skipped}")
-        after = Progress(
-            tokens=before.tokens + len(piece.ids),
-            documents=before.documents + len(piece.ends),
-            records=place.records,
-            skipped=before.skipped + piece.skipped,
-            text_bytes=before.text_bytes + piece.text_bytes,
-            ended=int(ended),
-        )
-        if ended and after.tokens == 0:
-            lost = f"; {after.skipped} bad records were skipped, the first: {piece.first_skipped}"
-            raise ConfigError(
-                "training.dataset_path",
-                f"the data set is empty: no token in {after.documents} documents{lost if after.skipped else ''}",
-            )
-        path, dtype = self._path, np.dtype(self._encoding.dtype)
-        with _told_as_cache_folder(path):
-            ends = (piece.ends + before.tokens).astype("<u8")
-            # On the disk before the journal vouches for them.
-            _write_at(path, before.tokens * dtype.itemsize, piece.ids.astype(dtype).tobytes(), sync=True)
-            _write_at(index_path(path), before.documents * 8, ends.tobytes(), sync=True)
-            unfinished = path.with_suffix(".part")
-            _write_at(unfinished, 0, json.dumps(place.state).encode())
-            unfinished.rename(self._place_file(self._pieces + 1))
-            if ended:
-                text = metadata_text(self._encoding.tokenizer.name, dtype.itemsize, after.tokens)
-                metadata_path(path).write_text(text)
-            _write_at(path.with_suffix(".journal"), self._pieces * _RECORD.size, after.pack())
-            self._place_file(self._pieces).unlink(missing_ok=True)
-        self._progress, self._pieces, self._place = after, self._pieces + 1, place
-        if ended:
-            logger.info(
-                f"{self._source.name}: the stream has ended after {after.tokens:,} tokens of {after.documents:,} "
-                f"documents, {after.skipped:,} bad records skipped"
-            )
-
-
-def _write_at(path: Path, offset: int, content: bytes, *, sync: bool = False) -> None:
-    """Let ``content`` stand from byte ``offset`` of a file to its end; ``sync``: on the disk."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-    try:
-        written = memoryview(content)
-        while written:
-            count = os.pwrite(file, written, offset)
-            written, offset = written[count:], offset + count
-        os.ftruncate(file, offset)
-        if sync:
-            os.fsync(file)
-    finally:
-        os.close(file)
-
-
-_READERS: weakref.WeakSet[_Reader] = weakref.WeakSet()
-
-
-def _stop_readers() -> None:
-    for reader in list(_READERS):
-        reader.stop()
-
-
-def _leave_to_parent() -> None:
-    for reader in list(_READERS):
-        reader.leave_to_parent()
-
-
-atexit.register(_stop_readers)
-os.register_at_fork(after_in_child=_leave_to_parent)
