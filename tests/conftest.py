@@ -1,8 +1,15 @@
 """What every test may use: the folder of numbers made by other programs, and which skips are allowed."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from torchtitan.log import logger
+
+# Tests run two at a time, many of them on several ranks: more threads would only wait for each other. Before torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SHARED = CHECKOUT.parent / "shared"
@@ -25,6 +32,14 @@ def shared() -> Path:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token files of all tests go into one folder of this test run, never into the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """A command that is run inside the tests' own process leaves the log as it was."""
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,14 +32,6 @@ from torchtitan.log import logger
 from torchtitan.models.huggingface import from_config, to_config
 from torchtitan.models.spec import MODELS
 from torchtitan.resolve import resolve_args
-
-
-@pytest.fixture(autouse=True)
-def _logger_as_before() -> Iterator[None]:
-    handlers, propagate, level = list(logger.handlers), logger.propagate, logger.level
-    yield
-    logger.handlers[:], logger.propagate = handlers, propagate
-    logger.setLevel(level)
 
 
 def convert_there(folder: Path, *options: str) -> Path:

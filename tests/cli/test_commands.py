@@ -10,20 +10,17 @@ import pytest
 
 from tests.cli.commands import TRAIN, end, launch, run
 from tests.runs import metrics, tiny_argv
-from torchtitan.log import logger
 from torchtitan.train import main as train_main
 
 
 @pytest.fixture
-def _process_as_it_was() -> Iterator[None]:
-    """The command run inside the tests' own process leaves its log and its signals as they were."""
+def _signals_as_they_were() -> Iterator[None]:
+    """The command run inside the tests' own process."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
-    log = logger.handlers[:], logger.level, logger.propagate
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    logger.handlers[:], logger.level, logger.propagate = log
 
 
 def best_seconds(command: list[str], tries: int = 3) -> float:
@@ -101,7 +98,7 @@ def test_version() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) and value[0].startswith("--") else "",
 )
-@pytest.mark.usefixtures("_process_as_it_was")
+@pytest.mark.usefixtures("_signals_as_they_were")
 def test_mistakes_are_told_in_one_line_before_anything_starts(
     argv: list[str], fragments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

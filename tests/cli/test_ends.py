@@ -44,10 +44,8 @@ def faulty(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(tmp_path)}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_on_one_rank_ends_all_and_is_the_last_thing_shown(
-    tmp_path: Path, faulty: dict[str, str], rank: int
-) -> None:
+def test_an_error_on_one_rank_ends_all_and_is_the_last_thing_shown(tmp_path: Path, faulty: dict[str, str]) -> None:
+    rank = 1
     argv = tiny_argv(tmp_path, "--job.imports=faulty_parts", "--loss.name=faulty", f"--loss.on_rank={rank}")
     start = time.perf_counter()
     ended = launch([*argv, "--training.local_batch_size=3"], 2, **faulty)
@@ -58,9 +56,7 @@ def test_an_error_on_one_rank_ends_all_and_is_the_last_thing_shown(
     assert (left["reason"], left["exit_code"], left["rank"], left["step"]) == ("failed", 1, rank, 2)
 
 
-@pytest.mark.parametrize(
-    ("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1), (signal.SIGINT, 1)], ids=["TERM", "USR1", "INT"]
-)
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)], ids=["TERM", "USR1"])
 def test_a_signal_ends_the_step_saves_and_exits_75(tmp_path: Path, number: signal.Signals, ranks: int) -> None:
     argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable", "--checkpoint.interval=100000")
     workers = ["--training.dataloader.num_workers=1"]
