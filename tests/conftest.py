@@ -1,11 +1,13 @@
 """What every test may use: the folder of numbers made by other programs, and which skips are allowed."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from torchtitan.config.parts import with_options
 from torchtitan.log import logger
 
 # Tests run two at a time, many of them on several ranks: more threads would only wait for each other. Before torch.
@@ -40,6 +42,18 @@ def _log_as_it_was() -> Iterator[None]:
     before = logger.handlers[:], logger.level, logger.propagate
     yield
     logger.handlers[:], logger.level, logger.propagate = before
+
+
+@pytest.fixture
+def parts_as_before() -> Iterator[None]:
+    """What ``job.imports`` registers within the tests' own process is gone after the test, and so are its modules."""
+    registries = [choice.registry for choice in with_options()]
+    before = [(registry.names(), dict(registry._items)) for registry in registries]
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("acme", "lab_parts")]:
+        del sys.modules[name]
+    for registry, (_, items) in zip(registries, before, strict=True):
+        registry._items = items
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

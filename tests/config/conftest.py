@@ -1,12 +1,9 @@
 """A module of somebody else's parts, written where ``job.imports`` can find it, and files to configure with."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from torchtitan.config.parts import with_options
 
 LAB = """
 from __future__ import annotations
@@ -40,16 +37,11 @@ def mail(run, *, to: str, api_key: str = ""): ...
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts_as_before: None) -> str:
     """The name of a module that registers an optimizer, a converter and a sink; they are gone after the test."""
     (tmp_path / "lab_parts.py").write_text(LAB)
     monkeypatch.syspath_prepend(tmp_path)
-    registries = [choice.registry for choice in with_options()]
-    before = [(registry.names(), dict(registry._items)) for registry in registries]
-    yield "lab_parts"
-    sys.modules.pop("lab_parts", None)
-    for registry, (_, items) in zip(registries, before, strict=True):
-        registry._items = items
+    return "lab_parts"
 
 
 @pytest.fixture
