@@ -15,7 +15,7 @@ from types import FrameType
 from torchtitan.config import ConfigError, JobConfig, describe_error, load_config
 from torchtitan.config.presets import DEFAULT
 from torchtitan.log import init_logger, logger
-from torchtitan.platforms import SIGNALS, check_platform, check_processes
+from torchtitan.platforms import SIGNALS, check_platform, check_processes, cores
 from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, LAUNCHER, STOPPED, End
 from torchtitan.secrets import hide_in_tracebacks
 from torchtitan.train import main as train_main
@@ -82,7 +82,7 @@ def _torchrun(config: JobConfig, processes: int, shown: str, argv: Sequence[str]
     from torch.distributed.run import main as torchrun
 
     started = time.time()
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    threads = max(1, cores() // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if sys.stderr.isatty():
         os.environ.setdefault("FORCE_COLOR", "1")  # workers write into a pipe

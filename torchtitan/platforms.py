@@ -5,6 +5,7 @@ Which devices there are is known in ``distributed/world.py`` and ``observe/devic
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -15,6 +16,11 @@ SIGNALS = tuple(
     signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if name in signal.Signals.__members__
 )
 """What asks a run to stop."""
+
+
+def cores() -> int:
+    """How many processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_platform() -> None:

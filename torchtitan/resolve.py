@@ -27,7 +27,7 @@ from torchtitan.config.tables import SETS
 from torchtitan.data.blend import Blend, Source, bind_source, bind_table, plan_blend, plan_one
 from torchtitan.data.datasets import OnBadRecord
 from torchtitan.data.rows.foreign import check_order
-from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, resolve_special_ids
+from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, special_ids
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.distributed.convert import convert_model
 from torchtitan.distributed.spread import Spread, check_lengths, micro_batches, plan_spread
@@ -323,15 +323,7 @@ def _check_model(spec: ModelSpec, args: Any, converters: Sequence[Converter]) ->
 
 def _encoding(data: Data, tokenizer: Tokenizer, vocab_size: int) -> Encoding:
     """How text becomes ids, all of them below ``vocab_size``."""
-    bos_id, eos_id = resolve_special_ids(
-        tokenizer,
-        add_bos=data.add_bos,
-        add_eos=data.add_eos,
-        bos_id=data.bos_id,
-        eos_id=data.eos_id,
-        bos_token=data.bos_token,
-        eos_token=data.eos_token,
-    )
+    bos_id, eos_id = special_ids(tokenizer, data)
     _check_vocabulary(vocab_size, tokenizer, bos_id, eos_id)
     return Encoding(tokenizer, bos_id, eos_id)
 

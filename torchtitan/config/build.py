@@ -20,7 +20,7 @@ from torchtitan.config.overrides import Path, without_negation
 from torchtitan.config.parts import Choice, offered, with_options
 from torchtitan.config.schema import KEYS, SECTIONS, JobConfig
 from torchtitan.config.sources import COMMAND_LINE, Setting, Settings
-from torchtitan.config.tables import GROUPS, TABLE_LISTS
+from torchtitan.config.tables import TABLE_LISTS
 from torchtitan.config.unbuilt import UNBUILT, refuse_unbuilt_choice
 from torchtitan.errors import ConfigError
 
@@ -52,9 +52,8 @@ def build_config(settings: Settings, notes: list[str]) -> JobConfig:
             values |= _options(settings, choice, name, known, problems, notes)
             for tables in TABLE_LISTS:
                 if tables.choice == choice.key and tables.path in values:
-                    default = name if tables is GROUPS else None
                     place = settings[tables.path].place
-                    values[tables.path] = tables.read(values[tables.path], choice, default, place)
+                    values[tables.path] = tables.read(values[tables.path], choice, name, place)
     problems.raise_first()
     config = _config(values)
     config._sources.update({".".join(path): setting.source for path, setting in settings.items()})

@@ -45,7 +45,7 @@ def reference() -> str:
         for choice in choices_in(section):
             lines += _parts(choice)
         for tables in TABLE_LISTS:
-            if tables.key in KEYS and tables.path[0] == section:
+            if tables.path[0] == section:
                 lines += _tables(tables)
     lines += ["## Older spellings", "", "They still work, each with a note of the new name.", ""]
     lines += _table(

@@ -32,18 +32,21 @@ class TableList:
     entries: Mapping[str, Option]
     remark: str
     example: str
+    falls_back: bool = False
+    """A table that names no part means the one that ``choice`` names; otherwise it must name one."""
 
     @property
     def path(self) -> Path:
         return tuple(self.key.split("."))
 
     def read(
-        self, tables: Sequence[Mapping[str, Any]], choice: Choice, default: str | None, place: str
+        self, tables: Sequence[Mapping[str, Any]], choice: Choice, chosen: str, place: str
     ) -> list[dict[str, Any]]:
         """``tables`` with every value in its type; ConfigError, on ``key[i].…``, for the first that is wrong.
 
-        ``default`` is the part of a table that names none (None: it must), and ``place`` where they were written.
+        ``chosen`` is the part that ``choice`` names, and ``place`` where the tables were written.
         """
+        default = chosen if self.falls_back else None
         read = []
         for number, table in enumerate(tables):
             try:
@@ -132,6 +135,7 @@ GROUPS = TableList(
         "In messages groups are counted from 0."
     ),
     example='name the parameters, as in pattern = "*norm.weight"',
+    falls_back=True,
 )
 
 SOURCES = TableList(

@@ -93,7 +93,7 @@ def find_files(path: str, suffixes: Sequence[str], more_endings: Sequence[str] =
         try:
             status = file.stat()
         except OSError as error:
-            raise _cannot_read(error) from None
+            raise cannot_read(error) from None
         files.append(TextFile(file, file.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
     files.sort(key=lambda f: f.name)
     if not any(f.size for f in files):
@@ -105,14 +105,15 @@ def _below(folder: Path) -> Iterator[Path]:
     """Files in a folder and its folders, but for hidden ones."""
 
     def stop(error: OSError) -> None:
-        raise _cannot_read(error) from None
+        raise cannot_read(error) from None
 
     for place, folders, names in os.walk(folder, onerror=stop):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(place, name) for name in names if not name.startswith("."))
 
 
-def _cannot_read(error: OSError) -> ConfigError:
+def cannot_read(error: OSError) -> ConfigError:
+    """What is raised where the system does not let a file be opened."""
     return ConfigError(KEY, f"cannot read {error.filename}: {error.strerror}")
 
 
@@ -122,7 +123,7 @@ def refuse_other_kinds(file: TextFile) -> None:
         with open_text(file.path) as stream:
             head = stream.read(1024)
     except OSError as error:
-        raise _cannot_read(error) from None
+        raise cannot_read(error) from None
     except DamagedError:
         return  # told by who reads what stands before the damage
     kind = kind_of(head)
@@ -152,7 +153,7 @@ def find_compressed(files: Sequence[TextFile]) -> set[TextFile]:
             with open(file.path, "rb") as stream:
                 return compression(stream.read(MAGIC_BYTES)) is not None
         except OSError as error:
-            raise _cannot_read(error) from None
+            raise cannot_read(error) from None
 
     # Only whether a large one may be cut is of interest.
     size = piece_bytes(sum(f.size for f in files))

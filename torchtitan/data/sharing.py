@@ -46,7 +46,7 @@ def make_together(
             unfinished = pieces[k].with_suffix(".part")
             make(k, unfinished)
             unfinished.rename(pieces[k])
-        progress(sum(name.startswith("piece-") and "." not in name for name in os.listdir(folder)))
+        progress(pieces_done(folder))
 
     while not finished():
         try:
@@ -63,6 +63,11 @@ def make_together(
                 raise
     progress(count)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def pieces_done(folder: Path) -> int:
+    """How many pieces are in the ``folder`` of ``make_together``; FileNotFoundError once all were put together."""
+    return sum(name.startswith("piece-") and "." not in name for name in os.listdir(folder))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,9 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 from pydantic import Field
 
 from torchtitan.config.options import nearest
+from torchtitan.config.schema import Data
 from torchtitan.errors import ConfigError, brief
+from torchtitan.platforms import cores
 from torchtitan.registry import Registry
 
 KEY = "model.hf_assets_path"
@@ -82,7 +84,7 @@ def threads() -> int:
     number = os.environ.get("RAYON_NUM_THREADS", "")
     if number.isdecimal() and int(number) > 0:
         return int(number)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores()
 
 
 def resolve_special_ids(
@@ -124,6 +126,14 @@ def resolve_special_ids(
         resolve("bos", add_bos, bos_token, bos_id, tokenizer.bos_id),
         resolve("eos", add_eos, eos_token, eos_id, tokenizer.eos_id),
     )
+
+
+def special_ids(tokenizer: Tokenizer, keys: Data) -> tuple[int | None, int | None]:
+    """``resolve_special_ids`` as ``[data]`` has it."""
+    return resolve_special_ids(tokenizer, **keys.model_dump(include=_EDGE_KEYS))
+
+
+_EDGE_KEYS = {"add_bos", "add_eos", "bos_id", "eos_id", "bos_token", "eos_token"}
 
 
 def _named(tokenizer: Tokenizer, token: str, which: str) -> int:

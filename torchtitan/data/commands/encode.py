@@ -17,7 +17,7 @@ from tqdm import tqdm
 from torchtitan.config import load_config
 from torchtitan.data.datasets import DATASETS, TextSource, TokenSource
 from torchtitan.data.files import KEY
-from torchtitan.data.tokenizer import TOKENIZERS, DescribedTokenizer, Tokenizer, resolve_special_ids
+from torchtitan.data.tokenizer import TOKENIZERS, DescribedTokenizer, Tokenizer, special_ids
 from torchtitan.data.tokens.survey import Survey, survey, total
 from torchtitan.errors import ConfigError, brief
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     problem = ""
     edges: tuple[int | None, int | None] = None, None
     try:
-        edges = resolve_special_ids(tokenizer, **data.model_dump(include=_EDGE_KEYS))
+        edges = special_ids(tokenizer, data)
     except ConfigError as error:
         if error.key not in ("data.add_bos", "data.add_eos"):
             raise
@@ -68,9 +68,6 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     report = _report(tokenizer, name, edges, problem, found, ids=arguments.ids)
     print(json.dumps(report, indent=2) if arguments.json else "\n".join(_lines(report)))
     return 0
-
-
-_EDGE_KEYS = {"add_bos", "add_eos", "bos_id", "eos_id", "bos_token", "eos_token"}
 
 
 class _Input:

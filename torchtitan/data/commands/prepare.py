@@ -21,14 +21,14 @@ from tqdm import tqdm
 
 from torchtitan.config import load_config
 from torchtitan.data.datasets import DATASETS, StreamSource, TokenSource
-from torchtitan.data.tokenizer import TOKENIZERS, resolve_special_ids
+from torchtitan.data.tokenizer import TOKENIZERS, special_ids
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.prepare import Format, Preparation, Result
 from torchtitan.errors import ConfigError, keys_told_as
+from torchtitan.platforms import cores
 
 _ENDINGS = (".ds", ".bin", ".idx")
 _OWN_KEYS = {"data.cache_folder": "OUT"}
-_EDGE_KEYS = {"add_bos", "add_eos", "bos_id", "eos_id", "bos_token", "eos_token"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", choices=("ds", "megatron"), default="ds", help="whose files (default: ds, datatrove's)"
     )
     parser.add_argument(
-        "--workers", type=int, default=_cores(), metavar="N", help="processes (default: the cores there are)"
+        "--workers", type=int, default=cores(), metavar="N", help="processes (default: the cores there are)"
     )
 
 
@@ -76,12 +76,7 @@ def _plan(overrides: Sequence[str], out: Path, format: Format) -> Preparation:
         raise ConfigError("training.dataset", f"{training.dataset} is {what}; give text in files")
     options = config.tokenizer.model_extra or {}
     tokenizer = TOKENIZERS.bind(config.tokenizer.name, options, key="tokenizer")(config.model.hf_assets_path)
-    edges = resolve_special_ids(tokenizer, **data.model_dump(include=_EDGE_KEYS))
-    return Preparation(source, Encoding(tokenizer, *edges), out, format)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Preparation(source, Encoding(tokenizer, *special_ids(tokenizer, data)), out, format)
 
 
 class _Workers:

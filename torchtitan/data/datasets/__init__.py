@@ -47,6 +47,11 @@ class Skipped:
         return f"{self.file.path}:{line_number(self.file, self.offset)}: {self.problem}"
 
 
+def refused(bad: object) -> ConfigError:
+    """What is raised for a bad record, or a file of them, where they are not to be skipped."""
+    return ConfigError(KEY, f"{bad}; mend it, or set data.on_bad_record = skip")
+
+
 class TextSource(Protocol):
     """What a registered builder ``(path, on_bad_record, *, options)`` returns.
 

@@ -26,6 +26,7 @@ from torchtitan.data.datasets import (
     StreamSource,
     TextSource,
     needed,
+    refused,
 )
 from torchtitan.data.files import KEY, piece_bytes
 from torchtitan.data.hub import broke_off, cause_of, find_commit, plainly
@@ -206,7 +207,7 @@ def _documents(
                 continue
             skipped = Skipped(f"{path}: {unit} {row}: {text}")
             if on_bad_record == "raise":
-                raise ConfigError(KEY, f"{skipped}; mend it, or set data.on_bad_record = skip")
+                raise refused(skipped)
             yield skipped
 
 

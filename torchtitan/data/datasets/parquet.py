@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from torchtitan.data.columns import ROWS_AT_ONCE, column_problem, texts
-from torchtitan.data.datasets import DATASETS, OnBadRecord, Skipped, TextSource, needed
+from torchtitan.data.datasets import DATASETS, OnBadRecord, Skipped, TextSource, needed, refused
 from torchtitan.data.datasets.text_files import FileSource
-from torchtitan.data.files import KEY, Span, TextFile, find_files, kind_of, plan_pieces, refuse_early
+from torchtitan.data.files import KEY, Span, TextFile, cannot_read, find_files, kind_of, plan_pieces, refuse_early
 from torchtitan.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _check_first(file: TextFile, text_key: str) -> None:
         with _opened(file) as content:
             problem = column_problem(content.schema_arrow, text_key)
     except ConfigError as error:
-        raise ConfigError(KEY, f"{error.problem}; mend it, or set data.on_bad_record = skip") from None
+        raise refused(error.problem) from None
     if problem:
         raise ConfigError(KEY, f"{file.path}: {problem}")
 
@@ -62,7 +62,7 @@ def _refuse_other_kinds(file: TextFile) -> None:
         with open(file.path, "rb") as stream:
             head = stream.read(512)
     except OSError as error:
-        raise ConfigError(KEY, f"cannot read {error.filename}: {error.strerror}") from None
+        raise cannot_read(error) from None
     if head and not head.startswith(_MAGIC):
         kind, remedy = kind_of(head) or ("no parquet file", "set training.dataset = jsonl or text if it is text")
         raise ConfigError(KEY, f"{file.path} is {kind}; this dataset reads parquet: {remedy}")

@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import Field
 
 from torchtitan.data.compressed import ENDINGS, DamagedError
-from torchtitan.data.datasets import DATASETS, OnBadRecord, Passage, Skipped, TextSource, needed
+from torchtitan.data.datasets import DATASETS, OnBadRecord, Passage, Skipped, TextSource, needed, refused
 from torchtitan.data.files import (
     KEY,
     Span,
@@ -84,7 +84,7 @@ class FileSource:
             try:
                 for found in self._reader(span):
                     if isinstance(found, Skipped) and self._on_bad_record == "raise":
-                        raise ConfigError(KEY, f"{found}; mend it, or set data.on_bad_record = skip")
+                        raise refused(found)
                     yield found
             except OSError as error:
                 raise ConfigError(KEY, f"cannot read {span.file.path}: {error.strerror}") from None

@@ -17,7 +17,7 @@ from torchtitan.data.files import KEY
 from torchtitan.data.rows.bins import best_fit, by_rows, cut_documents
 from torchtitan.data.rows.rows import fingerprint_of, place_of, restart_at
 from torchtitan.data.sharing import make_together
-from torchtitan.data.tokens.cache import cache_path
+from torchtitan.data.tokens.cache import cache_path, kept_in
 from torchtitan.data.tokens.store import Documents, Tokens, map_array
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
@@ -101,7 +101,7 @@ class BestFitRows:
         folder = cache_path(cache_folder)
         digest = fingerprint_of("best_fit", _FORMAT, documents.fingerprint, len(tokens), seq_len)
         path = folder / f"best-fit-{digest[:20]}.plan"
-        try:
+        with kept_in(folder, "plans of rows"):
             plan = Plan.find(path)
             if plan is None:
                 logger.info(f"planning rows of {seq_len:,} tokens for {len(documents):,} documents, once, into {path}")
@@ -113,10 +113,6 @@ class BestFitRows:
                     finished=lambda: Plan.find(path) is not None,
                 )
                 plan = Plan(path)
-        except OSError as error:
-            raise ConfigError(
-                "data.cache_folder", f"cannot keep plans of rows in {folder} ({error}); name another folder"
-            ) from error
         if not plan.rows:
             raise ConfigError(KEY, "no document has two tokens, and of a single one nothing is to be learned")
         labels = int(plan.lengths.sum(dtype=np.int64))

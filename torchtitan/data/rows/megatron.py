@@ -17,7 +17,7 @@ import torch
 
 from torchtitan.data.rows.greedy import greedy_blend, normalized
 from torchtitan.data.rows.rows import fingerprint_of, shifted
-from torchtitan.data.rows.tables import Tables, open_tables
+from torchtitan.data.rows.tables import Tables, beyond, open_tables
 from torchtitan.data.tokens.megatron import IndexedFile
 from torchtitan.errors import ConfigError
 
@@ -171,10 +171,6 @@ class GptRows:
 
 def _again(tokens: IndexedFile, options: dict[str, Any]) -> GptRows:
     return GptRows(tokens, **options)
-
-
-def beyond(row: int, rows: int) -> IndexError:
-    return IndexError(f"row {row:,} is beyond the {rows:,} that this order was worked out for")
 
 
 def blend_tables(weights: Sequence[float], samples: int) -> dict[str, npt.NDArray[Any]]:

@@ -7,7 +7,6 @@ many steps as the logarithm of the number of sources, so a run may begin anywher
 from __future__ import annotations
 
 import bisect
-import hashlib
 import heapq
 import itertools
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from fractions import Fraction
 
 import torch
 
-from torchtitan.data.rows.rows import SourceRows
+from torchtitan.data.rows.rows import SourceRows, fingerprint_of
 
 
 class Split:
@@ -82,7 +81,7 @@ def split_fingerprint(weights: Mapping[str, Fraction], rows: Mapping[str, Source
         return rows[name].fingerprint
     total = sum(weights.values())
     facts = [(name, str(weight / total), rows[name].fingerprint) for name, weight in weights.items()]
-    return hashlib.sha256(repr(("mixture", facts)).encode()).hexdigest()
+    return fingerprint_of("mixture", facts)
 
 
 class Mixture:
@@ -102,7 +101,7 @@ class Mixture:
         for split, (begin, end) in zip(self._splits, itertools.pairwise(self._begins), strict=False):
             self._before.append(_sums(self._before[-1], split.counts(end - begin)))
         facts = [(begin, split_fingerprint(weights, rows)) for begin, weights in stages]
-        self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
+        self.fingerprint = fingerprint_of(*facts)
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         name, own = self.place(row)

@@ -6,7 +6,6 @@ What stands in them is in the module of each order.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import torch
 
 from torchtitan.data.rows.rows import Rows, fingerprint_of
 from torchtitan.data.sharing import make_together
-from torchtitan.data.tokens.cache import cache_path
-from torchtitan.errors import ConfigError
+from torchtitan.data.tokens.cache import cache_path, kept_in
 from torchtitan.log import logger
 
 Tables = Mapping[str, npt.NDArray[Any]]
@@ -27,7 +25,7 @@ Tables = Mapping[str, npt.NDArray[Any]]
 def open_tables(kind: str, facts: tuple[Any, ...], make: Callable[[], Tables], *, cache_folder: str) -> Tables:
     """The arrays that ``make`` gives, from ``cache_folder`` (empty: the user's) where they were made for the same
     ``facts``. ConfigError where that folder cannot be used."""
-    digest = hashlib.sha256(repr((kind, facts)).encode()).hexdigest()[:20]
+    digest = fingerprint_of(kind, facts)[:20]
     root = cache_path(cache_folder)
     folder = root / f"order-{kind}-{digest}"
 
@@ -39,7 +37,7 @@ def open_tables(kind: str, facts: tuple[Any, ...], make: Callable[[], Tables], *
             np.save(unfinished / f"{name}.npy", table)
         unfinished.rename(folder)
 
-    try:
+    with kept_in(folder, "the order of the data", ValueError):
         make_together(
             folder.with_suffix(".work"),
             0,
@@ -49,10 +47,10 @@ def open_tables(kind: str, facts: tuple[Any, ...], make: Callable[[], Tables], *
         )
         # Plain arrays, for np.memmap costs several times as much to index.
         return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in sorted(folder.glob("*.npy"))}
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "data.cache_folder", f"cannot keep the order of the data in {folder} ({error}); name another folder"
-        ) from error
+
+
+def beyond(row: int, rows: int) -> IndexError:
+    return IndexError(f"row {row:,} is beyond the {rows:,} that this order was worked out for")
 
 
 class TabledRows:
@@ -73,6 +71,7 @@ class TabledRows:
         self.tables = open_tables(kind, facts, make, cache_folder=cache_folder)
         self._chosen, self._own = self.tables["chosen"], self.tables["own"]
         self._names, self._rows, self._repeated = list(rows), list(rows.values()), repeated
+        self._counted = 0, np.zeros(len(self._names), np.int64)
         self.seq_len = self._rows[0].seq_len
         self.fingerprint = fingerprint_of(kind, facts, [part.fingerprint for part in self._rows])
 
@@ -89,14 +88,24 @@ class TabledRows:
 
     def _place(self, row: int) -> tuple[int, int]:
         if row < 0 or (not self._repeated and row >= len(self._chosen)):
-            raise IndexError(f"row {row:,} is beyond the {len(self._chosen):,} that this order was worked out for")
+            raise beyond(row, len(self._chosen))
         place = row % len(self._chosen)
         return int(self._chosen[place]), int(self._own[place])
 
     def counts(self, rows: int) -> dict[str, int]:
         epochs, rest = divmod(rows, len(self._chosen))
-        number = len(self._names)
-        counts = np.bincount(self._chosen[:rest], minlength=number)
+        # From where it was asked last, for a run asks at every step that it logs.
+        before, counts = self._counted if self._counted[0] <= rest else (0, 0 * self._counted[1])
+        counts = counts + self._bincount(before, rest)
+        self._counted = rest, counts
         if epochs:
-            counts = counts + epochs * np.bincount(self._chosen, minlength=number)
+            counts = counts + epochs * self._of_an_epoch
         return dict(zip(self._names, counts.tolist(), strict=True))
+
+    @functools.cached_property
+    def _of_an_epoch(self) -> npt.NDArray[np.int64]:
+        return self._bincount(0, len(self._chosen))
+
+    def _bincount(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """How many of the rows ``begin`` to ``end`` of an epoch each source gives."""
+        return np.bincount(self._chosen[begin:end], minlength=len(self._names))

@@ -5,11 +5,13 @@ Reading text (datasets/), the format of the file (datatrove.py) and cutting ids 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +96,7 @@ def open_tokens(
     path, recipe = cached_file(source, encoding, cache_folder)
     made_from = {**recipe, "source_name": hidden(source.description), "tokenizer_name": tokenizer.name}
     started = time.monotonic()
-    try:
+    with kept_in(path.parent, "token files"):
         found = _read_header(path, verify=True)
         if found is None:
             logger.info(f"tokenising {source.name} ({source.description}), once, into {path}")
@@ -120,10 +122,6 @@ def open_tokens(
         header = found or _read_header(path)
         assert header is not None
         tokens = TokenFile(path, header)
-    except OSError as error:
-        raise ConfigError(
-            "data.cache_folder", f"cannot keep token files in {path.parent} ({error}); name another folder"
-        ) from error
     how = "from" if found else f"tokenised in {time.monotonic() - started:.1f} s into"
     counts = f"{header.tokens:,} tokens of {header.documents:,} documents"
     logger.info(f"{source.name}: {counts} ({source.description}), {how} {path}")
@@ -139,6 +137,18 @@ def cached_file(
     recipe = {"format": _FORMAT, "source": source.fingerprint, **encoding.facts()}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
     return cache_path(cache_folder) / f"{source.name}-{digest[:20]}.ds", recipe
+
+
+@contextlib.contextmanager
+def kept_in(folder: Path, what: str, *more: type[Exception]) -> Iterator[None]:
+    """Within, an OSError, or one of ``more``, is a ConfigError: ``what`` cannot be kept in ``folder``."""
+    errors: tuple[type[Exception], ...] = (OSError, *more)
+    try:
+        yield
+    except errors as error:
+        raise ConfigError(
+            "data.cache_folder", f"cannot keep {what} in {folder} ({error}); name another folder"
+        ) from error
 
 
 def cache_path(cache_folder: str) -> Path:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.data.files import KEY, kind_of
+from torchtitan.data.files import KEY, cannot_read, kind_of
 from torchtitan.data.tokens.store import Documents, Tokens, circle_slice, map_array
 from torchtitan.errors import ConfigError
 
@@ -160,7 +160,7 @@ def _head(path: Path) -> bytes:
         with open(path, "rb") as file:
             return file.read(1024)
     except OSError as error:
-        raise ConfigError(KEY, f"cannot read {path}: {error.strerror}") from None
+        raise cannot_read(error) from None
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.data.files import KEY
+from torchtitan.data.files import KEY, cannot_read
 from torchtitan.data.tokens.mapped import MappedTokens, index_hash, sampled_hash
 from torchtitan.data.tokens.store import map_array
 from torchtitan.errors import ConfigError
@@ -84,7 +84,7 @@ def read_header(prefix: Path) -> Header:
         with open(idx, "rb") as file:
             head = file.read(_HEADER.size)
     except OSError as error:
-        raise ConfigError(KEY, f"cannot read {error.filename}: {error.strerror}") from None
+        raise cannot_read(error) from None
     if not head.startswith(_MAGIC):
         raise ConfigError(KEY, f"{idx} does not begin as an index of Megatron's does; was it made by another program?")
     if len(head) < _HEADER.size:

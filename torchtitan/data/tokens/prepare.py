@@ -7,7 +7,6 @@ What the files look like is in the module of their format; the command, with its
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -15,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from torchtitan.data.datasets import TextSource
-from torchtitan.data.sharing import make_together
+from torchtitan.data.sharing import make_together, pieces_done
 from torchtitan.data.tokens import datatrove, megatron
 from torchtitan.data.tokens.cache import add_pieces, empty
 from torchtitan.data.tokens.encode import Encoding, encode_piece
@@ -90,7 +89,7 @@ class Preparation:
     def pieces_done(self) -> int:
         """How many pieces are in the folder."""
         try:
-            return sum(name.startswith("piece-") and "." not in name for name in os.listdir(self.work))
+            return pieces_done(self.work)
         except FileNotFoundError:
             return self.source.num_pieces  # all of them, and put together
 

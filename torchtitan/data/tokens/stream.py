@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from torchtitan.data.datasets import StreamSource
 from torchtitan.data.sharing import take_lock
-from torchtitan.data.tokens.cache import cached_file
+from torchtitan.data.tokens.cache import cached_file, kept_in
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.store import circle_window, map_array
 from torchtitan.data.tokens.stream_reader import (
@@ -27,7 +27,6 @@ from torchtitan.data.tokens.stream_reader import (
     lost_end,
     read_journal,
     read_wanted,
-    told_as_cache_folder,
 )
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
@@ -44,7 +43,7 @@ def open_stream(source: StreamSource, encoding: Encoding, *, cache_folder: str =
     ConfigError for a stream that cannot be read or holds nothing, and for a folder that cannot be used.
     """
     path, recipe = cached_file(source, encoding, cache_folder)
-    with told_as_cache_folder(path):
+    with kept_in(path.parent, "token files"):
         path.parent.mkdir(parents=True, exist_ok=True)
     tokens = StreamTokens(path, source, encoding, hashlib.sha256(json.dumps(recipe).encode()).hexdigest())
     tokens.window(0, 1)
@@ -157,7 +156,7 @@ class StreamTokens:
         self.progress = progress
 
     def _ask(self, stop: int) -> None:
-        with told_as_cache_folder(self.path):
+        with kept_in(self.path.parent, "token files"):
             wanted = self.path.with_suffix(".wanted")
             if stop > read_wanted(wanted):
                 file = os.open(wanted, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -170,7 +169,7 @@ class StreamTokens:
         """Be the one who reads the stream, if nobody is."""
         if self._reader is not None and self._reader.is_alive():
             return
-        with told_as_cache_folder(self.path):
+        with kept_in(self.path.parent, "token files"):
             lock = take_lock(self.path.with_suffix(".lock"), wait=False)
         if lock is not None:
             self._reader = Reader(self.path, self._source, self._encoding, lock)

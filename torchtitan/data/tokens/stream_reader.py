@@ -26,6 +26,7 @@ from typing import IO
 import numpy as np
 
 from torchtitan.data.datasets import Interrupted, Place, Skipped, StreamSource
+from torchtitan.data.tokens.cache import empty, kept_in
 from torchtitan.data.tokens.datatrove import index_path, metadata_path, metadata_text
 from torchtitan.data.tokens.encode import Encoding, encode_documents
 from torchtitan.errors import ConfigError
@@ -86,16 +87,6 @@ def lost_end(file: Path) -> ConfigError:
     return ConfigError("data.cache_folder", f"{file} has lost its end; remove {stem}* to read the stream anew")
 
 
-@contextlib.contextmanager
-def told_as_cache_folder(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            "data.cache_folder", f"cannot keep token files in {path.parent} ({error}); name another folder"
-        ) from error
-
-
 class Reader:
     """Who reads a stream on, while it holds the lock: a thread."""
 
@@ -130,7 +121,7 @@ class Reader:
     def _run(self) -> None:
         try:
             with self._lock:
-                with told_as_cache_folder(self._path):
+                with kept_in(self._path.parent, "token files"):
                     self._recover()
                 self._read()
         except BaseException as error:
@@ -211,13 +202,9 @@ class Reader:
             ended=int(ended),
         )
         if ended and after.tokens == 0:
-            lost = f"; {after.skipped} bad records were skipped, the first: {piece.first_skipped}"
-            raise ConfigError(
-                "training.dataset_path",
-                f"the data set is empty: no token in {after.documents} documents{lost if after.skipped else ''}",
-            )
+            raise empty(after.documents, after.skipped, piece.first_skipped)
         path, dtype = self._path, np.dtype(self._encoding.dtype)
-        with told_as_cache_folder(path):
+        with kept_in(path.parent, "token files"):
             ends = (piece.ends + before.tokens).astype("<u8")
             # On the disk before the journal vouches for them.
             _write_at(path, before.tokens * dtype.itemsize, piece.ids.astype(dtype).tobytes(), sync=True)
