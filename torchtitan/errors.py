@@ -33,9 +33,9 @@ class ConfigError(ValueError):
 
 
 @contextmanager
-def keys_told_as(names: Mapping[str, str]) -> Iterator[None]:
+def keys_told_as(names: Mapping[str, str], who: str = "") -> Iterator[None]:
     """A ConfigError of a key in ``names``, or of one below it, tells the name that stands there: for parts that know
-    themselves under one key and are asked for under another."""
+    themselves under one key and are asked for under another. One of a key that is not theirs alone says ``who``."""
     try:
         yield
     except ConfigError as error:
@@ -43,6 +43,9 @@ def keys_told_as(names: Mapping[str, str]) -> Iterator[None]:
             if error.key is not None and (error.key == own or error.key.startswith(f"{own}.")):
                 error.key = name + error.key.removeprefix(own)
                 break
+        else:
+            if who and not error.problem.startswith(f"{who}: "):
+                error.problem = f"{who}: {error.problem}"
         raise
 
 

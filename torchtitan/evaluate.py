@@ -14,12 +14,10 @@ import torch
 from torchtitan.config.schema import DataLoader
 from torchtitan.data.loader import Share, build_loader
 from torchtitan.data.rows.build import build_rows_once
-from torchtitan.data.rows.validation import FiniteRows, Rounds
-from torchtitan.data.tokens.stream import StreamTokens
+from torchtitan.data.rows.validation import Rounds, RowsOnce
 from torchtitan.distributed.runner import Runner
 from torchtitan.distributed.topology import Topology
 from torchtitan.distributed.world import World
-from torchtitan.errors import keys_told_as
 from torchtitan.feed import open_source
 from torchtitan.log import logger
 from torchtitan.observe.metrics import ValidationStats
@@ -32,7 +30,7 @@ class HeldOut:
     """A set of rows; ``name`` is None where the run has one set and its configuration no name for it."""
 
     name: str | None
-    rows: FiniteRows
+    rows: RowsOnce
 
     def __str__(self) -> str:
         return "validation" if self.name is None else f"validation set {self.name}"
@@ -64,15 +62,16 @@ class Evaluator:
     ) -> None:
         self._sets, self._runner, self._topology, self._world = list(sets), runner, topology, world
         self._freq, self._last_step = freq, last_step
-        counts = [len(each.rows) if rows is None else min(rows, len(each.rows)) for each in sets]
+        tables = [each.rows(rows) for each in sets]
         readers = topology.degrees.readers
-        share = Share(max(counts), readers, topology.reader_rank, local_batch_size, multiple_of)
+        share = Share(max(map(len, tables)), readers, topology.reader_rank, local_batch_size, multiple_of)
         batch_size = share.micro_batch_size * readers
-        rounds = Rounds([each.rows for each in sets], counts, batch_size=batch_size)
+        rounds = Rounds(tables, batch_size=batch_size)
         self._num_batches = rounds.batches
-        for each, count in zip(sets, counts, strict=True):
+        for each, table in zip(sets, tables, strict=True):
+            which = "first" if len(table) == rows else "all"
             logger.info(
-                f"{each}: {count:,} of {len(each.rows):,} rows of {rounds.seq_len} tokens a round, "
+                f"{each}: {which} {len(table):,} rows of {rounds.seq_len} tokens a round, "
                 f"{share.micro_batch_size} a rank at once"
             )
         self._loader = build_loader(
@@ -149,9 +148,7 @@ def open_held_out(job: Job, *, rank: int, ranks: int) -> list[HeldOut]:
     if job.validation is not None:
         for name, source in job.validation.sets.items():
             tokens = open_source(job, source, rank=rank, ranks=ranks)
-            if isinstance(tokens, StreamTokens):
-                tokens.read_to_end()  # for a table has a length
-            with keys_told_as(source.told_as):
+            with source.told():
                 rows = build_rows_once(
                     tokens, packing=data.packing, seq_len=job.validation.seq_len, cache_folder=data.cache_folder
                 )

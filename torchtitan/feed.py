@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from torchtitan.data.blend import Source
 from torchtitan.data.rows.build import build_rows
-from torchtitan.data.rows.foreign import foreign_sources, in_their_order, source_rows
+from torchtitan.data.rows.foreign import in_their_order, source_rows
 from torchtitan.data.rows.mixture import Mixture, split_fingerprint
-from torchtitan.data.rows.rows import BlendedRows, SourceRows
+from torchtitan.data.rows.rows import BlendedRows, SourceRows, ToldRows
 from torchtitan.data.tokens.store import Tokens
 from torchtitan.errors import ConfigError
 from torchtitan.resolve import Job
@@ -18,27 +18,34 @@ from torchtitan.state import DataStage
 
 def open_rows(job: Job, *, rank: int = 0, ranks: int = 1) -> dict[str, SourceRows]:
     """The rows of each source by its name; all ``ranks`` share the work where text is to be tokenised first."""
-    data, training = job.config.data, job.config.training
+    data, training, sources = job.config.data, job.config.training, job.blend.sources
     if data.order == "source":
-        return source_rows(
-            foreign_sources(job.blend),
+        rows = source_rows(
+            sources,
             job.blend.stages[0].weights,
             vocab_size=job.args.vocab_size,
             seq_len=training.seq_len,
             samples=training.steps * training.global_batch_size,
             cache_folder=data.cache_folder,
         )
-    return {
-        name: build_rows(
-            open_source(job, source, rank=rank, ranks=ranks),
-            packing=data.packing,
-            seq_len=training.seq_len,
-            shuffle=data.shuffle,
+    else:
+        rows = {name: _native_rows(job, source, rank=rank, ranks=ranks) for name, source in sources.items()}
+    if not data.sources:
+        return rows
+    return {name: ToldRows(rows[name], source.told_as, name) for name, source in sources.items()}
+
+
+def _native_rows(job: Job, source: Source, *, rank: int, ranks: int) -> SourceRows:
+    tokens = open_source(job, source, rank=rank, ranks=ranks)
+    with source.told():
+        return build_rows(
+            tokens,
+            packing=job.config.data.packing,
+            seq_len=job.config.training.seq_len,
+            shuffle=job.config.data.shuffle,
             seed=job.config.debug.seed,
-            cache_folder=data.cache_folder,
+            cache_folder=job.config.data.cache_folder,
         )
-        for name, source in job.blend.sources.items()
-    }
 
 
 def open_source(job: Job, source: Source, *, rank: int, ranks: int) -> Tokens:
@@ -57,7 +64,7 @@ def blended(job: Job, rows: Mapping[str, SourceRows], begins: Sequence[int]) -> 
     data, training = job.config.data, job.config.training
     if data.order == "source":
         return in_their_order(
-            foreign_sources(job.blend),
+            job.blend.sources,
             rows,
             job.blend.stages[0].weights,
             samples=training.steps * training.global_batch_size,

@@ -26,7 +26,7 @@ from torchtitan.config.schema import Data, Validation
 from torchtitan.config.tables import SETS
 from torchtitan.data.blend import Blend, Source, bind_source, bind_table, plan_blend, plan_one
 from torchtitan.data.datasets import OnBadRecord
-from torchtitan.data.rows.foreign import check_order
+from torchtitan.data.rows.foreign import check_order, check_unordered
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, special_ids
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.distributed.convert import convert_model
@@ -168,7 +168,9 @@ def _plan_validation(config: JobConfig, spec: ModelSpec, args: Any, spread: Spre
         )
     if keys.global_batch_size is not None and keys.steps == -1:
         logger.warning("validation.global_batch_size changes nothing while validation.steps is -1")
-    return ValidationPlan(_validation_sets(keys, config.data.on_bad_record), seq_len, rows)
+    sets = _validation_sets(keys, config.data.on_bad_record)
+    check_unordered(sets.values())
+    return ValidationPlan(sets, seq_len, rows)
 
 
 def _validation_sets(keys: Validation, on_bad_record: OnBadRecord) -> dict[str | None, Source]:
@@ -180,6 +182,7 @@ def _validation_sets(keys: Validation, on_bad_record: OnBadRecord) -> dict[str |
             on_bad_record,
             section="validation",
             options_in="validation.args",
+            name="validation",
         )
         return {None: only}
     sets: dict[str | None, Source] = {}
@@ -187,7 +190,7 @@ def _validation_sets(keys: Validation, on_bad_record: OnBadRecord) -> dict[str |
         key = f"{SETS.key}[{number}]"
         if table["name"] in sets:
             raise ConfigError(f"{key}.name", f"{table['name']!r} is a set already; give each a name of its own")
-        sets[table["name"]] = bind_table(table, SETS, key, on_bad_record)
+        sets[table["name"]] = bind_table(table, SETS, key, on_bad_record, name=table["name"])
     return sets
 
 

@@ -99,6 +99,7 @@ KINDS: dict[str, Callable[[Path], list[str]]] = {
     "megatron, in its order": _in_their_order(_megatron),
     "blend in stages": _blend,
     "documents": lambda folder: [*_text(folder), "--data.packing=documents"],
+    "documents of a stream": lambda folder: [*_stream(folder), "--data.packing=documents"],
     "best fit": lambda folder: [*_text(folder), "--data.packing=best_fit"],
 }
 

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 
 from tests.data.test_token_files import ds, indexed, source
-from torchtitan.data.blend import plan_blend
+from torchtitan.data.blend import Source, plan_blend
 from torchtitan.data.rows.foreign import check_order, in_their_order, source_rows
 from torchtitan.data.rows.greedy import greedy_blend
-from torchtitan.data.rows.megatron import Epochs, sample_tables, samples_of, split_range
+from torchtitan.data.rows.megatron import Epochs, sample_tables, samples_of
 from torchtitan.data.rows.nanoset import nanoset_tables
+from torchtitan.data.tokens.megatron import split_range
 from torchtitan.errors import ConfigError
 
 
 def ordered(sources: list[Any], weights: list[float] | None, *, vocab_size: int, seq_len: int, samples: int) -> Any:
     """The rows of ``sources`` as a run has them."""
-    named = {str(k): source for k, source in enumerate(sources)}
+    named = {str(k): Source(source) for k, source in enumerate(sources)}
     shares = {str(k): Fraction(repr(weight)) for k, weight in enumerate(weights or [1] * len(sources))}
     rows = source_rows(named, shares, vocab_size=vocab_size, seq_len=seq_len, samples=samples)
     return in_their_order(named, rows, shares, samples=samples)
@@ -119,8 +120,8 @@ class TestMegatron:
         assert error.value.key == "data.args.split"
 
     def gpt(self, prefix: Path, samples: int = 10, **options: Any) -> Any:
-        named, shares = {"x": source("megatron", prefix, **options)}, {"x": Fraction(1)}
-        return source_rows(named, shares, vocab_size=100, seq_len=3, samples=samples)["x"]  # type: ignore[arg-type]
+        named, shares = {"x": Source(source("megatron", prefix, **options))}, {"x": Fraction(1)}
+        return source_rows(named, shares, vocab_size=100, seq_len=3, samples=samples)["x"]
 
     def test_each_epoch_reads_every_token_once_across_sequences(self, tmp_path: Path) -> None:
         documents = [[7], [1, 2, 3, 4, 5], [], [6, 8], list(range(10, 21))]
@@ -204,7 +205,6 @@ class TestRefused:
                 "data.sources[1].order_seed",
                 '"source" only',
             ),
-            (["megatron"], {"split": "9,1"}, {"order": "native"}, "data.sources[0].split", '"source" only'),
         ],
     )
     def test_what_no_order_is_defined_for(

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.test_tokens import opened as written
 from torchtitan.data.datasets import DATASETS, Interrupted, Place, Skipped, StreamSource
 from torchtitan.data.loader import build_loader
+from torchtitan.data.rows.build import build_rows, build_rows_once
 from torchtitan.data.rows.stream import StreamRows
 from torchtitan.data.tokenizers.utf8 import BytesTokenizer
 from torchtitan.data.tokens import stream, stream_reader
@@ -258,6 +260,43 @@ class TestRows:
         ]
         assert len({r.fingerprint for r in same}) == 1
         assert len({r.fingerprint for r in same + other}) == 5
+
+
+class TestDocuments:
+    @pytest.mark.parametrize("shuffle", [True, False])
+    def test_rows_are_those_of_the_same_documents_in_a_file(self, tmp_path: Path, shuffle: bool) -> None:
+        """From windows that are not there yet to those of the second epoch."""
+        in_a_file = written(tmp_path / "text", DOCUMENTS, bos_id=None, eos_id=257)
+        windows = rows_of(tmp_path, shuffle=shuffle)
+        rows = build_rows(opened(tmp_path), packing="documents", seq_len=31, shuffle=shuffle, seed=3)
+        expected = build_rows(in_a_file, packing="documents", seq_len=31, shuffle=False, seed=0)
+        for row in (0, 5, 100, len(IDS) // 32 - 1, len(IDS) // 32, 2 * len(IDS) // 32):
+            assert_same(rows[row], expected[windows.window_of(row)])
+        copy = pickle.loads(pickle.dumps(rows))
+        assert_same(copy[77], expected[windows.window_of(77)])
+        assert rows.fingerprint == copy.fingerprint != windows.fingerprint
+
+    def test_whole_ones_cannot_be_put_together(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match='"best_fit" needs to know all documents') as refused:
+            build_rows(opened(tmp_path), packing="best_fit", seq_len=31, shuffle=False, seed=0)
+        assert refused.value.key == "data.packing"
+
+    @pytest.mark.parametrize("packing", ["concat", "documents"])
+    def test_are_looked_at_once_and_read_no_further(self, tmp_path: Path, packing: Any) -> None:
+        table = build_rows_once(opened(tmp_path), packing=packing, seq_len=31)
+        in_a_file = written(tmp_path / "text", DOCUMENTS, bos_id=None, eos_id=257)
+        whole = build_rows_once(in_a_file, packing=packing, seq_len=31)(None)
+        some = table(40)
+        for row in range(40):
+            assert_same(some[row], whole[row])
+        assert len(some) == 40 and journal(tmp_path).tokens < len(IDS) // 2
+        everything = table(None)
+        assert len(everything) == len(whole) and journal(tmp_path).ended
+        assert_same(everything[len(whole) - 1], whole[len(whole) - 1])
+
+
+def assert_same(row: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> None:
+    assert all(a.equal(b) for a, b in zip(row, other, strict=True))
 
 
 def write_lines(folder: Path) -> list[str]:

@@ -205,6 +205,68 @@ class TestTypesOfMegatron:
         assert [tokens.documents.holding(t) for t in range(10)] == [0] * 5 + [2] * 5
 
 
+class TestShares:
+    """Parts of a split, of two files of 6 and 4 sequences in documents of one or several."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        raw_idx(tmp_path / "a", np.arange(21, dtype="<u2"), 8, [1, 2, 3, 4, 5, 6], [0, 2, 5, 5, 6])
+        raw_idx(tmp_path / "b", np.arange(30, 40, dtype="<u2"), 8, [3, 3, 3, 1], [0, 1, 2, 3, 4])
+        return tmp_path
+
+    def parts(self, folder: Path, split: str) -> list[list[int]]:
+        opened_parts = [opened("megatron", folder, split=split, part=part) for part in ("train", "valid", "test")]
+        return [part.window(0, len(part)).tolist() for part in opened_parts]
+
+    def test_are_sequences_of_each_file(self, folder: Path) -> None:
+        train, valid, test = self.parts(folder, "50, 25, 25")
+        # Of a: 3, 1 (4.5 rounds to 4) and 2 sequences; of b: 2, 1 and 1.
+        assert train == [*range(6), *range(30, 36)]
+        assert valid == [*range(6, 10), *range(36, 39)] and test == [*range(10, 21), 39]
+
+    def test_one_of_the_two_options_is_enough(self, folder: Path) -> None:
+        everything = opened("megatron", folder)
+        assert len(everything) == 31
+        valid = opened("megatron", folder, part="valid", split="0, 1")
+        assert valid.window(0, 31).tolist() == everything.window(0, 31).tolist()
+        assert len(opened("megatron", folder, split="1")) == 31 and len(opened("megatron", folder, part="train")) == 31
+
+    def test_documents_are_cut_where_a_part_ends(self, folder: Path) -> None:
+        whole = opened("megatron", folder / "a").documents
+        part = opened("megatron", folder / "a", split="2, 2, 2", part="valid")
+        # Sequences 2 and 3, which are tokens 3 to 9 of the second document, which goes on to token 14.
+        assert part.window(0, 7).tolist() == [*range(3, 10)] and part.window(5, 4).tolist() == [8, 9, 3, 4]
+        assert part.documents is not None and len(part.documents) == 1
+        assert part.documents.starts(0, 1).tolist() == [0] and part.documents.holding(6) == 0
+        early = opened("megatron", folder / "a", split="4, 2").documents
+        assert early is not None and whole is not None
+        assert early.starts(0, 9).tolist() == [0, 3] and whole.starts(0, 9).tolist() == [0, 3, 15, 15]
+        assert [early.holding(token) for token in (0, 2, 3, 9)] == [0, 0, 1, 1]
+
+    def test_tell_each_other_apart(self, folder: Path) -> None:
+        found = [
+            opened("megatron", folder / "a", split=split, part=part)
+            for split, part in (("1", "train"), ("4, 2", "train"), ("4, 2", "valid"), ("4, 1, 1", "valid"))
+        ]
+        assert len({part.fingerprint for part in found}) == 4
+        assert len({part.documents.fingerprint for part in found if part.documents is not None}) == 4
+
+    def test_travel_as_paths(self, folder: Path) -> None:
+        for tokens in (opened("megatron", folder), opened("megatron", folder, split="50, 25, 25")):
+            content = pickle.dumps(tokens)
+            copy = pickle.loads(content)
+            assert copy.window(3, 9).tolist() == tokens.window(3, 9).tolist()
+            assert copy.documents.starts(0, 9).tolist() == tokens.documents.starts(0, 9).tolist()
+            assert b"ndarray" not in content
+
+    def test_without_tokens_is_refused(self, folder: Path) -> None:
+        with pytest.raises(ConfigError, match=r"'1, 0, 0' gives test no token of .*") as error:
+            opened("megatron", folder, split="1, 0, 0", part="test")
+        assert error.value.key == "data.args.split"
+        with pytest.raises(ConfigError, match="no list of up to three shares"):
+            opened("megatron", folder, split="many")
+
+
 def test_offsets_beyond_four_gigabytes(tmp_path: Path) -> None:
     """Sparse files: 6 GiB that take no room."""
     tokens = 3 << 30

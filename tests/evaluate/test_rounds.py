@@ -27,6 +27,9 @@ class Table:
     def __len__(self) -> int:
         return len(self.valid)
 
+    def first(self, rows: int | None) -> "Table":
+        return Table(self.valid[:rows])
+
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         labels = torch.full((SEQ_LEN,), IGNORE_INDEX)
         labels[: self.valid[row]] = row
@@ -63,7 +66,7 @@ def evaluator(runner: Looking, *tables: Table, names: Sequence[str | None] = (No
         "multiple_of": 1,
         "workers": DataLoader(),
     }
-    sets = [HeldOut(name, table) for name, table in zip(names, tables, strict=True)]
+    sets = [HeldOut(name, table.first) for name, table in zip(names, tables, strict=True)]
     return Evaluator(sets, runner=cast(Any, runner), **{**values, **changes})
 
 

@@ -6,6 +6,7 @@ How rows are drawn from a blend is in rows/mixture.py; what a data set is, in da
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -23,10 +24,16 @@ from torchtitan.errors import ConfigError, keys_told_as
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of a run. It knows itself as that of [training]; ``told_as`` are its keys if it stands elsewhere."""
+    """A data set of a run. It knows itself as that of [training]; if it stands elsewhere, ``told_as`` are its keys, and
+    ``name`` tells it from the others."""
 
     data: TextSource | StreamSource | TokenSource
     told_as: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+
+    def told(self) -> AbstractContextManager[None]:
+        """Within, errors tell of this one."""
+        return keys_told_as(self.told_as, self.name)
 
     @property
     def is_text(self) -> bool:
@@ -35,7 +42,7 @@ class Source:
 
     def open(self, encoding: Encoding | None, vocab_size: int, *, cache_folder: str, rank: int, ranks: int) -> Tokens:
         """Its tokens, ids below ``vocab_size``; all ``ranks`` share the work of tokenising text with ``encoding``."""
-        with keys_told_as(self.told_as):
+        with self.told():
             if isinstance(self.data, TokenSource):
                 return self.data.open(vocab_size)
             assert encoding is not None
@@ -89,7 +96,7 @@ def plan_blend(tables: Sequence[Mapping[str, Any]], on_bad_record: OnBadRecord) 
         path = table.get("dataset_path")
         name = table.get("name") or _name_of(table["dataset"], path)
         if name not in sources:
-            sources[name] = bind_table(table, SOURCES, key, on_bad_record)
+            sources[name] = bind_table(table, SOURCES, key, on_bad_record, name=name)
             meant[name] = data_set
             first[name] = key
         elif meant[name] != data_set:
@@ -103,11 +110,13 @@ def plan_blend(tables: Sequence[Mapping[str, Any]], on_bad_record: OnBadRecord) 
     return Blend(sources, [Stage(step, *stages[step]) for step in sorted(stages)])
 
 
-def bind_table(table: Mapping[str, Any], tables: TableList, key: str, on_bad_record: OnBadRecord) -> Source:
+def bind_table(
+    table: Mapping[str, Any], tables: TableList, key: str, on_bad_record: OnBadRecord, *, name: str
+) -> Source:
     """The data set of one of ``tables``, which stands under ``key`` with its options beside its entries."""
     options = {entry: value for entry, value in table.items() if entry not in tables.entries}
     path = table.get("dataset_path")
-    return bind_source(table["dataset"], path, options, on_bad_record, section=key, options_in=key)
+    return bind_source(table["dataset"], path, options, on_bad_record, section=key, options_in=key, name=name)
 
 
 def bind_source(
@@ -118,12 +127,13 @@ def bind_source(
     *,
     section: str,
     options_in: str,
+    name: str,
 ) -> Source:
-    """The data set that ``section`` names, such as ``data.sources[1]``, with the options that are in ``options_in``."""
+    """The data set ``name`` that ``section`` has, such as ``data.sources[1]``, with the options in ``options_in``."""
     told_as = {KEY: f"{section}.dataset_path", "training.dataset": f"{section}.dataset", "data.args": options_in}
     bound = DATASETS.bind(dataset, options, key=options_in)
     with keys_told_as(told_as):
-        return Source(bound(path, on_bad_record=on_bad_record), told_as)
+        return Source(bound(path, on_bad_record=on_bad_record), told_as, name)
 
 
 def _name_of(dataset: str, path: str | None) -> str:

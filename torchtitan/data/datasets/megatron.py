@@ -18,17 +18,21 @@ from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
 if TYPE_CHECKING:
-    from torchtitan.data.tokens.mapped import JoinedTokens
     from torchtitan.data.tokens.megatron import Header, IndexedFile
+    from torchtitan.data.tokens.store import Tokens
 
 _SAMPLED_BLOCKS = 1 << 10
 
 Part = Literal["train", "valid", "test"]
 Split = Annotated[
     str | None,
-    Field(description='data.order = "source": shares of sequences for training, validation, test; none: "969, 30, 1"'),
+    Field(
+        min_length=1,
+        description="shares of sequences for training, validation and test, of which part is read; none: "
+        '"969, 30, 1" where part or data.order = "source" asks for shares, else all is read'
+    ),
 ]
-PartOf = Annotated[Part | None, Field(description="which of these shares; none: train")]
+PartOf = Annotated[Part | None, Field(description="which share of the split; none: train")]
 
 
 @DATASETS.register("megatron")
@@ -45,9 +49,8 @@ def build_megatron(
     from torchtitan.data.tokens.megatron import read_header
 
     path = needed(path, "megatron")
-    given = {"order_seed": order_seed, "split": split, "part": part}
-    options: Mapping[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return MegatronSource(path, [read_header(prefix) for prefix in _prefixes(path)], options)
+    headers = [read_header(prefix) for prefix in _prefixes(path)]
+    return MegatronSource(path, headers, order_seed=order_seed, split=split, part=part)
 
 
 def _prefixes(path: str) -> list[Path]:
@@ -65,11 +68,13 @@ class MegatronSource:
 
     name = "megatron"
 
-    def __init__(self, path: str, headers: list[Header], order_options: Mapping[str, Any]) -> None:
-        self.order_options, self._headers, self._path = order_options, headers, path
-        self.order_seed: int = order_options.get("order_seed", 1234)
-        self.split: str = order_options.get("split", "969, 30, 1")
-        self.part: str = order_options.get("part", "train")
+    def __init__(
+        self, path: str, headers: list[Header], *, order_seed: int | None, split: str | None, part: Part | None
+    ) -> None:
+        self.order_options: Mapping[str, Any] = {} if order_seed is None else {"order_seed": order_seed}
+        self.order_seed = 1234 if order_seed is None else order_seed
+        self._headers, self._path, self._is_part = headers, path, split is not None or part is not None
+        self.split, self.part = split or "969, 30, 1", part or "train"
         tokens = sum(header.bin.stat().st_size // header.id_bytes for header in headers)
         if tokens == 0:
             raise ConfigError(KEY, f"there is no token in {path}")
@@ -85,10 +90,16 @@ class MegatronSource:
                 "or each as an entry of data.sources with a weight",
             )
 
-    def open(self, vocab_size: int) -> JoinedTokens | IndexedFile:
-        from torchtitan.data.tokens.mapped import JoinedTokens
+    def open(self, vocab_size: int) -> Tokens:
+        from torchtitan.data.tokens.mapped import JoinedTokens, PartOfTokens
 
-        parts = self.open_files(vocab_size)
+        files = self.open_files(vocab_size)
+        parts: list[Tokens] = [*files]
+        if self._is_part:
+            ranges = [(file, *file.token_range(self.split, self.part)) for file in files]
+            parts = [PartOfTokens(file, first, last) for file, first, last in ranges if first < last]
+            if not parts:
+                raise ConfigError("data.args.split", f"{self.split!r} gives {self.part} no token of {self._path}")
         return parts[0] if len(parts) == 1 else JoinedTokens(parts)
 
     def open_files(self, vocab_size: int) -> list[IndexedFile]:

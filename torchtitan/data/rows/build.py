@@ -5,14 +5,15 @@ What makes up a row of a kind is in the module of that kind.
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 from torchtitan.data.rows.best_fit import BestFitRows
 from torchtitan.data.rows.concat import ConcatRows
 from torchtitan.data.rows.documents import DocumentRows
-from torchtitan.data.rows.rows import SourceRows
+from torchtitan.data.rows.rows import SourceRows, Windows
 from torchtitan.data.rows.stream import StreamRows
-from torchtitan.data.rows.validation import FiniteRows, OneEpoch, WindowsOnce
+from torchtitan.data.rows.validation import OneEpoch, RowsOnce, WindowsOnce
 from torchtitan.data.tokens.store import Documents, Tokens
 from torchtitan.data.tokens.stream import StreamTokens
 from torchtitan.errors import ConfigError
@@ -29,29 +30,39 @@ def build_rows(
     where documents begin and nothing says it, where nothing is left of them, and for a folder that cannot be used.
     """
     if isinstance(tokens, StreamTokens):
-        if packing != "concat":
+        if packing == "best_fit":
             raise ConfigError(
                 "data.packing",
-                f'"{packing}" needs to know all documents, and those of a stream come while training goes on; '
-                'set data.args.streaming = false, or this to "concat"',
+                '"best_fit" needs to know all documents, and those of a stream come while training goes on; '
+                'set data.args.streaming = false, or this to "documents"',
             )
-        return StreamRows(tokens, seq_len=seq_len, shuffle=shuffle, seed=seed)
-    if packing == "concat":
-        return ConcatRows(tokens, seq_len=seq_len, shuffle=shuffle, seed=seed)
-    documents = _documents_of(tokens, packing)
-    if packing == "documents":
-        return DocumentRows(tokens, documents, seq_len=seq_len, shuffle=shuffle, seed=seed)
-    return BestFitRows.plan(tokens, documents, seq_len=seq_len, shuffle=shuffle, seed=seed, cache_folder=cache_folder)
+        windows: Windows = StreamRows(tokens, seq_len=seq_len, shuffle=shuffle, seed=seed)
+    elif packing == "best_fit":
+        return BestFitRows.plan(
+            tokens,
+            _documents_of(tokens, packing),
+            seq_len=seq_len,
+            shuffle=shuffle,
+            seed=seed,
+            cache_folder=cache_folder,
+        )
+    else:
+        windows = ConcatRows(tokens, seq_len=seq_len, shuffle=shuffle, seed=seed)
+    return windows if packing == "concat" else DocumentRows(windows, _documents_of(tokens, packing))
 
 
-def build_rows_once(tokens: Tokens, *, packing: Packing, seq_len: int, cache_folder: str = "") -> FiniteRows:
+def build_rows_once(tokens: Tokens, *, packing: Packing, seq_len: int, cache_folder: str = "") -> RowsOnce:
     """The same, but rows that end, in which every token is the label of one place, but for the first of the data and,
     where documents are kept apart, of each. ConfigError also where a single token is all there is."""
     if packing == "best_fit":
-        return OneEpoch(
-            build_rows(tokens, packing=packing, seq_len=seq_len, shuffle=False, seed=0, cache_folder=cache_folder)
-        )
-    return WindowsOnce(tokens, _documents_of(tokens, packing) if packing == "documents" else None, seq_len=seq_len)
+        rows = build_rows(tokens, packing=packing, seq_len=seq_len, shuffle=False, seed=0, cache_folder=cache_folder)
+        return functools.partial(OneEpoch, rows)
+    if packing == "documents":
+        _documents_of(tokens, packing)
+    windows = functools.partial(WindowsOnce, tokens, apart=packing == "documents", seq_len=seq_len)
+    if not isinstance(tokens, StreamTokens):
+        windows()  # tells what is wrong with it
+    return windows
 
 
 def _documents_of(tokens: Tokens, packing: Packing) -> Documents:

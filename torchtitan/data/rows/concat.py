@@ -5,6 +5,8 @@ How text became tokens (tokens/) does not belong here.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchtitan.data.rows.rows import fingerprint_of, place_of, shifted
@@ -23,13 +25,20 @@ class ConcatRows:
         self.seq_len = seq_len
         self.rows_per_epoch = max(1, len(tokens) // (seq_len + 1))
         self.fingerprint = fingerprint_of("concat", tokens.fingerprint, seq_len, shuffle, seed if shuffle else None)
-        self._tokens, self._shuffle, self._seed = tokens, shuffle, seed
+        self.tokens, self._shuffle, self._seed = tokens, shuffle, seed
         self._positions = torch.arange(seq_len)
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return *shifted(self.cut(row)[1]), self._positions
+
+    def cut(self, row: int) -> tuple[int, npt.NDArray[np.int64]]:
         width = self.seq_len + 1
-        window = self._tokens.window(self.window_of(row) * width, width)
-        return *shifted(window), self._positions
+        start = self.window_of(row) * width
+        return start, self.tokens.window(start, width)
+
+    @property
+    def circle(self) -> int:
+        return len(self.tokens)
 
     def window_of(self, row: int) -> int:
         """Which window, counted along the endless circle, is row ``row``."""

@@ -6,11 +6,11 @@ What that is stands in the module of each program.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from torchtitan.data.blend import Blend
+from torchtitan.data.blend import Blend, Source
 from torchtitan.data.datasets.megatron import MegatronSource
 from torchtitan.data.datasets.nanoset import NanosetSource
 from torchtitan.data.rows.greedy import normalized
@@ -19,9 +19,8 @@ from torchtitan.data.rows.mixture import Mixture
 from torchtitan.data.rows.nanoset import FolderRows, nanoset_tables
 from torchtitan.data.rows.rows import SourceRows
 from torchtitan.data.rows.tables import TabledRows
-from torchtitan.errors import ConfigError, keys_told_as
+from torchtitan.errors import ConfigError
 
-Foreign = MegatronSource | NanosetSource
 _PROGRAMS = (MegatronSource, NanosetSource)
 
 
@@ -29,7 +28,7 @@ def check_order(blend: Blend, *, order: str, packing: str, global_batch_size: in
     """ConfigError for what no program defines an order of, and for options of an order that is not taken."""
     sources = list(blend.sources.values())
     for source in sources:
-        with keys_told_as(source.told_as):
+        with source.told():
             _check_source(source.data, order)
     if order != "source":
         return
@@ -39,17 +38,23 @@ def check_order(blend: Blend, *, order: str, packing: str, global_batch_size: in
         raise ConfigError("data.packing", f'{packing} is not defined for data.order = "source"; take concat')
     if len(blend.stages) > 1:
         raise ConfigError(blend.stages[1].key, 'data.order = "source" knows no stages; take native, or leave this out')
-    foreign = foreign_sources(blend)
-    seed = _seed(foreign)
-    for name, data in foreign.items():
-        with keys_told_as(blend.sources[name].told_as):
-            if data.order_seed != seed:
+    for source in sources:
+        with source.told():
+            if _program(source).order_seed != _program(sources[0]).order_seed:
                 raise ConfigError("data.args.order_seed", "the sources of a blend have one; give all the same")
     if isinstance(sources[0].data, MegatronSource) and global_batch_size == -1:
         raise ConfigError(
             "training.global_batch_size",
             'with data.order = "source" the order of megatron is that for training.steps × this; give it as a number',
         )
+
+
+def check_unordered(sources: Iterable[Source]) -> None:
+    """ConfigError for options of an order of sources that are looked at as they lie."""
+    for source in sources:
+        with source.told():
+            for option in getattr(source.data, "order_options", ()):
+                raise ConfigError(f"data.args.{option}", "orders what is trained on, not this; leave it out")
 
 
 def _check_source(data: Any, order: str) -> None:
@@ -63,17 +68,14 @@ def _check_source(data: Any, order: str) -> None:
             raise ConfigError(f"data.args.{option}", 'means something for data.order = "source" only; leave it out')
 
 
-def foreign_sources(blend: Blend) -> dict[str, Foreign]:
-    """The data sets of a blend that ``check_order`` has passed."""
-    return {name: source.data for name, source in blend.sources.items() if isinstance(source.data, _PROGRAMS)}
-
-
-def _seed(sources: Mapping[str, Foreign]) -> int:
-    return next(iter(sources.values())).order_seed
+def _program(source: Source) -> MegatronSource | NanosetSource:
+    """The data set of a source that ``check_order`` has passed."""
+    assert isinstance(source.data, _PROGRAMS)
+    return source.data
 
 
 def source_rows(
-    sources: Mapping[str, Foreign],
+    sources: Mapping[str, Source],
     weights: Mapping[str, Fraction],
     *,
     vocab_size: int,
@@ -86,23 +88,25 @@ def source_rows(
     shares = normalized([float(weights[name]) for name in sources])
     rows: dict[str, SourceRows] = {}
     for (name, source), share in zip(sources.items(), shares, strict=True):
-        if isinstance(source, NanosetSource):
-            rows[name] = FolderRows(source.open_files(vocab_size), seq_len=seq_len, seed=source.order_seed)
-        else:
+        data = _program(source)
+        with source.told():
+            if isinstance(data, NanosetSource):
+                rows[name] = FolderRows(data.open_files(vocab_size), seq_len=seq_len, seed=data.order_seed)
+                continue
             rows[name] = GptRows(
-                source.open_files(vocab_size)[0],
+                data.open_files(vocab_size)[0],
                 seq_len=seq_len,
                 samples=samples if len(sources) == 1 else samples_of(share, samples),
-                seed=source.order_seed,
-                split=source.split,
-                part=source.part,
+                seed=data.order_seed,
+                split=data.split,
+                part=data.part,
                 cache_folder=cache_folder,
             )
     return rows
 
 
 def in_their_order(
-    sources: Mapping[str, Foreign],
+    sources: Mapping[str, Source],
     rows: Mapping[str, SourceRows],
     weights: Mapping[str, Fraction],
     *,
@@ -111,9 +115,10 @@ def in_their_order(
 ) -> TabledRows | Mixture:
     """The ``rows`` that ``source_rows`` gave for ``sources``, blended as their program does."""
     shares = tuple(float(weights[name]) for name in rows)
-    if any(isinstance(part, FolderRows) for part in rows.values()):
+    first = _program(next(iter(sources.values())))
+    if isinstance(first, NanosetSource):
         lengths = tuple(part.rows_per_epoch for part in rows.values())
-        tables = functools.partial(nanoset_tables, lengths, shares, _seed(sources))
+        tables = functools.partial(nanoset_tables, lengths, shares, first.order_seed)
         return TabledRows(rows, "Nanoset", tables, repeated=True, cache_folder=cache_folder)
     if len(rows) == 1:
         return Mixture(rows, [(0, dict.fromkeys(rows, Fraction(1)))])

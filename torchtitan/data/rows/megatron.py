@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,29 +17,13 @@ import torch
 from torchtitan.data.rows.greedy import greedy_blend, normalized
 from torchtitan.data.rows.rows import fingerprint_of, shifted
 from torchtitan.data.rows.tables import Tables, beyond, open_tables
-from torchtitan.data.tokens.megatron import IndexedFile
+from torchtitan.data.tokens.megatron import IndexedFile, split_range
 from torchtitan.errors import ConfigError
 
-PARTS = ("train", "valid", "test")
 # A last epoch that gives less than this share of its samples is shuffled by itself.
 _SEPARATE_BELOW = 0.80
 # A blend asks each set for a little more than its share.
 _MORE = 1.005
-
-
-def split_range(split: str, part: str, sequences: int) -> tuple[int, int]:
-    """First and last + 1 of the sequences that belong to ``part``; ConfigError where ``split`` is none."""
-    try:
-        shares = [float(share) for share in split.split(",")]
-        if not 1 <= len(shares) <= len(PARTS) or min(shares) < 0 or not 0 < sum(shares) < math.inf:
-            raise ValueError
-    except ValueError:
-        raise ConfigError(
-            "data.args.split", f"{split!r} is no list of up to three shares, such as '969, 30, 1'"
-        ) from None
-    edges = [0.0, *accumulate(share / sum(shares) for share in shares)] + [1.0] * (len(PARTS) - len(shares))
-    first, last = (round(edge * float(sequences)) for edge in edges[PARTS.index(part) :][:2])
-    return first, last
 
 
 @dataclass(frozen=True)
@@ -118,9 +101,9 @@ class GptRows:
             seq_len=seq_len, samples=samples, seed=seed, split=split, part=part, cache_folder=cache_folder
         )
         self._tokens, self.seq_len = tokens, seq_len
-        self._begins, self._lengths, self._id_bytes = header.pointers(), header.lengths(), header.id_bytes
+        self._lengths = header.lengths()
         first, last = split_range(split, part, header.sequences)
-        available = self._begin(last) - self._begin(first)
+        available = tokens.begin(last) - tokens.begin(first)
         if available <= seq_len:
             raise ConfigError(
                 "data.args.split",
@@ -157,16 +140,10 @@ class GptRows:
         pieces = []
         for sequence in self._documents[place : last_place + 1].tolist():
             stop = last_offset + 1 if place == last_place else int(self._lengths[sequence])
-            pieces.append(self._tokens.window(self._begin(sequence) + offset, stop - offset))
+            pieces.append(self._tokens.window(self._tokens.begin(sequence) + offset, stop - offset))
             place, offset = place + 1, 0
         window = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return *shifted(window), self._positions
-
-    def _begin(self, sequence: int) -> int:
-        """The token with which a sequence begins; of the one after the last, the number of tokens."""
-        if sequence == len(self._begins):
-            return len(self._tokens)
-        return int(self._begins[sequence]) // self._id_bytes
 
 
 def _again(tokens: IndexedFile, options: dict[str, Any]) -> GptRows:

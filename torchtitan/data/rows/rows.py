@@ -8,11 +8,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from torchtitan.data.tokens.store import Tokens
+from torchtitan.errors import keys_told_as
 
 _ROUNDS = 6
 _NEIGHBOURS = 64
@@ -37,6 +41,41 @@ class SourceRows(Rows, Protocol):
     @property
     def rows_per_epoch(self) -> int:
         """After so many rows the data have been taken once, and an order of its own begins."""
+        ...
+
+
+class ToldRows:
+    """``rows`` of one source of several: what is wrong with one is told by the keys and the name of that source, as
+    ``errors.keys_told_as`` does."""
+
+    def __init__(self, rows: SourceRows, told_as: Mapping[str, str], name: str) -> None:
+        self.seq_len, self.fingerprint = rows.seq_len, rows.fingerprint
+        self._rows, self._told_as, self._name = rows, dict(told_as), name
+
+    @property
+    def rows_per_epoch(self) -> int:
+        with keys_told_as(self._told_as, self._name):
+            return self._rows.rows_per_epoch
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with keys_told_as(self._told_as, self._name):
+            return self._rows[row]
+
+
+class Windows(SourceRows, Protocol):
+    """Rows that are windows of ``seq_len`` + 1 tokens, cut without overlap from a circle of documents."""
+
+    @property
+    def tokens(self) -> Tokens: ...
+
+    def cut(self, row: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """The token, counted along the endless circle, that the window of row ``row`` begins with, and the window."""
+        ...
+
+    @property
+    def circle(self) -> int:
+        """After how many tokens the first one comes again; of data still to come, how many are there: all of what was
+        cut."""
         ...
 
 

@@ -5,6 +5,8 @@ How a stream becomes tokens (tokens/stream.py) does not belong here.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchtitan.data.rows.rows import fingerprint_of, place_of, shifted
@@ -25,26 +27,33 @@ class StreamRows:
         self.seq_len = seq_len
         self._block = tokens.shuffle_rows if shuffle else _UNSHUFFLED
         self.fingerprint = fingerprint_of("stream", tokens.fingerprint, seq_len, shuffle and (self._block, seed))
-        self._tokens, self._shuffle, self._seed = tokens, shuffle, seed
+        self.tokens, self._shuffle, self._seed = tokens, shuffle, seed
         self._positions = torch.arange(seq_len)
 
     @property
     def rows_per_epoch(self) -> int:
         """ConfigError where the stream has not ended yet."""
-        if not self._tokens.ended:
+        if not self.tokens.ended:
             raise ConfigError(
                 "data.max_epochs",
                 "nobody knows how many rows a stream has before its end; leave this out, or set "
                 "data.args.streaming = false",
             )
-        return max(1, len(self._tokens) // (self.seq_len + 1))
+        return max(1, len(self.tokens) // (self.seq_len + 1))
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return *shifted(self.cut(row)[1]), self._positions
+
+    def cut(self, row: int) -> tuple[int, npt.NDArray[np.int64]]:
         width = self.seq_len + 1
         # The block after the one that is read is made meanwhile, or each would begin with waiting.
-        self._tokens.want((row + 2 * self._block) * width)
-        window = self._tokens.window(self.window_of(row) * width, width)
-        return *shifted(window), self._positions
+        self.tokens.want((row + 2 * self._block) * width)
+        start = self.window_of(row) * width
+        return start, self.tokens.window(start, width)
+
+    @property
+    def circle(self) -> int:
+        return self.tokens.progress.tokens
 
     def window_of(self, row: int) -> int:
         """Which window, counted along the endless circle, is row ``row``."""

@@ -85,6 +85,9 @@ class JoinedTokens:
         self._tokens, self._starts = starts.pop(), starts
         self.documents = _JoinedDocuments(known, starts) if len(known) == len(parts) else None
 
+    def __reduce__(self) -> tuple[type[JoinedTokens], tuple[Any, ...]]:
+        return JoinedTokens, (self.parts,)
+
     def __len__(self) -> int:
         return self._tokens
 
@@ -101,6 +104,50 @@ class JoinedTokens:
                 pieces.append(self.parts[k].window(offset, taken))
             length, k, offset = length - taken, (k + 1) % len(self.parts), 0
         return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+
+
+class PartOfTokens:
+    """The tokens ``first`` <= t < ``last`` of others. A document that reaches over either is cut there."""
+
+    def __init__(self, whole: Tokens, first: int, last: int) -> None:
+        self._whole, self._first, self._last = whole, first, last
+        self.fingerprint = _joined((whole.fingerprint, first, last))
+        self.documents = None if whole.documents is None else _PartOfDocuments(whole.documents, first, last)
+
+    def __reduce__(self) -> tuple[type[PartOfTokens], tuple[Any, ...]]:
+        return PartOfTokens, (self._whole, self._first, self._last)
+
+    def __len__(self) -> int:
+        return self._last - self._first
+
+    def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
+        start %= len(self)
+        if start + length <= len(self):
+            return self._whole.window(self._first + start, length)
+        pieces = []
+        while length > 0:
+            taken = min(length, len(self) - start)
+            pieces.append(self._whole.window(self._first + start, taken))
+            length, start = length - taken, 0
+        return np.concatenate(pieces)
+
+
+class _PartOfDocuments:
+    def __init__(self, whole: Documents, first: int, last: int) -> None:
+        self._whole, self._first = whole, first
+        self._document = whole.holding(first)
+        self._documents = whole.holding(last - 1) - self._document + 1
+        self.fingerprint = _joined((whole.fingerprint, first, last))
+
+    def __len__(self) -> int:
+        return self._documents
+
+    def starts(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        found = self._whole.starts(first + self._document, min(last, len(self)) + self._document)
+        return np.maximum(found - self._first, 0)
+
+    def holding(self, token: int) -> int:
+        return self._whole.holding(token + self._first) - self._document
 
 
 class _JoinedDocuments:

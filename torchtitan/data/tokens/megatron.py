@@ -8,12 +8,14 @@ on them does not belong here.
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,22 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _CHUNK = 1 << 20
+PARTS = ("train", "valid", "test")
+
+
+def split_range(split: str, part: str, sequences: int) -> tuple[int, int]:
+    """First and last + 1 of the sequences that belong to ``part``; ConfigError where ``split`` is none."""
+    try:
+        shares = [float(share) for share in split.split(",")]
+        if not 1 <= len(shares) <= len(PARTS) or min(shares) < 0 or not 0 < sum(shares) < math.inf:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            "data.args.split", f"{split!r} is no list of up to three shares, such as '969, 30, 1'"
+        ) from None
+    edges = [0.0, *accumulate(share / sum(shares) for share in shares)] + [1.0] * (len(PARTS) - len(shares))
+    first, last = (round(edge * float(sequences)) for edge in edges[PARTS.index(part) :][:2])
+    return first, last
 
 
 def id_dtype(vocab_size: int) -> str:
@@ -122,8 +140,17 @@ class IndexedFile(MappedTokens):
     def __init__(self, header: Header, vocab_size: int, fingerprint: str, index_fingerprint: str) -> None:
         documents = IndexedDocuments(header, index_fingerprint)
         super().__init__(header.bin, header.dtype, vocab_size=vocab_size, documents=documents, fingerprint=fingerprint)
-        self.header = header
+        self.header, self._begins = header, header.pointers()
         self._made_of = (header, vocab_size, fingerprint, index_fingerprint)
+
+    def token_range(self, split: str, part: str) -> tuple[int, int]:
+        """First and last + 1 of the tokens of the sequences that belong to ``part``."""
+        first, last = split_range(split, part, self.header.sequences)
+        return self.begin(first), self.begin(last)
+
+    def begin(self, sequence: int) -> int:
+        """The token with which a sequence begins; of the one after the last, the number of tokens."""
+        return len(self) if sequence == len(self._begins) else int(self._begins[sequence]) // self.header.id_bytes
 
     def __reduce__(self) -> tuple[type[IndexedFile], tuple[Any, ...]]:
         return IndexedFile, self._made_of

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from torchtitan.data.datasets import StreamSource
 from torchtitan.data.sharing import take_lock
 from torchtitan.data.tokens.cache import cached_file, kept_in
+from torchtitan.data.tokens.datatrove import EndedDocuments, index_path
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.store import circle_window, map_array
 from torchtitan.data.tokens.stream_reader import (
@@ -65,13 +66,13 @@ class StreamTokens:
     reads the stream on in a thread; it keeps on for all, and another one goes on when it dies.
     """
 
-    documents = None
-
     def __init__(self, path: Path, source: StreamSource, encoding: Encoding, fingerprint: str) -> None:
         self.path, self.fingerprint, self.shuffle_rows = path, fingerprint, source.shuffle_rows
         self.progress = Progress()
         self._source, self._encoding = source, encoding
         self._ids: npt.NDArray[Any] = np.empty(0, encoding.dtype)
+        self.documents = EndedDocuments(np.empty(0, "<u8"), fingerprint)
+        """Those that are there; others take its place when more come."""
         self._asked = 0
         self._reader: Reader | None = None
 
@@ -100,9 +101,11 @@ class StreamTokens:
             return self._ids[start:stop].astype(np.int64)
         return circle_window(self._ids, start, length)
 
-    def read_to_end(self) -> None:
-        """Wait until all of the stream is there."""
-        self._wait_for(_ALL)
+    def wait_for(self, tokens: int | None) -> int:
+        """Wait until so many tokens (None: all) of the stream are there; returns how many are, no more than that."""
+        wanted = _ALL if tokens is None else tokens
+        self._wait_for(wanted)
+        return min(wanted, self.progress.tokens)
 
     def want(self, stop: int) -> None:
         """Let the tokens before ``stop`` be read meanwhile; waits for nothing."""
@@ -151,6 +154,8 @@ class StreamTokens:
         if progress.tokens > len(self._ids):
             try:
                 self._ids = map_array(self.path, self._encoding.dtype, count=progress.tokens)
+                ends = map_array(index_path(self.path), "<u8", count=progress.documents)
+                self.documents = EndedDocuments(ends, self.fingerprint)
             except (ValueError, FileNotFoundError):
                 raise lost_end(self.path) from None
         self.progress = progress
