@@ -24,6 +24,7 @@ from torchtitan.checkpoint.storage import StepFolders, check_start, find_step, i
 from torchtitan.config import JobConfig
 from torchtitan.config.schema import Data, Validation
 from torchtitan.config.tables import SETS
+from torchtitan.config.together import check_together
 from torchtitan.data.blend import Blend, Source, bind_source, bind_table, plan_blend, plan_one
 from torchtitan.data.datasets import OnBadRecord
 from torchtitan.data.rows.foreign import check_order, check_unordered
@@ -80,6 +81,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
 
     Reads files only to see that they are there and what they are.
     """
+    check_together(config)  # once more, for it may have been put together in code
     training, model, data = config.training, config.model, config.data
     check_folder(Path(config.job.dump_folder))
     spec = MODELS.get(model.name, key="model.name")

@@ -1,7 +1,9 @@
+import pickle
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from torchtitan.config import describe_error, load_config
@@ -10,6 +12,8 @@ from torchtitan.data.tokenizers.utf8 import BytesTokenizer
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.store import Tokens
 from torchtitan.errors import ConfigError
+from torchtitan.feed import blended, open_rows
+from torchtitan.resolve import resolve_job
 from torchtitan.state import DataPosition, DataStage
 
 
@@ -99,6 +103,25 @@ def test_what_is_refused(files: Path, tables: list[dict[str, Any]], message: str
     assert message in describe_error(caught.value)
 
 
+def test_a_bad_id_names_the_source_when_its_row_comes(files: Path) -> None:
+    np.array([1, 2, 3, 999, 4, 5], "<u2").tofile("x.ds")
+    ids = {"dataset": "nanoset", "dataset_path": "x.ds", "token_bytes": 2}
+    argv = [f"--data.sources={text((CODE, ids))}", "--training.seq_len=2", "--model.args.vocab_size=300"]
+    job = resolve_job(load_config([*argv, "--tokenizer.name=bytes", "--data.bos_id=256", "--data.eos_id=256"]), 1)
+    rows = pickle.loads(pickle.dumps(blended(job, open_rows(job), [0])))
+    with pytest.raises(ConfigError, match="token 3 is 999") as refused:
+        [rows[row] for row in range(8)]
+    assert refused.value.key == "data.sources[1].dataset_path"
+
+
+def test_packing_that_a_source_does_not_fit_names_the_source(files: Path) -> None:
+    np.array([1, 2, 3, 4], "<u2").tofile("x.ds")
+    ids = {"dataset": "nanoset", "dataset_path": "x.ds", "token_bytes": 2}
+    job = resolve_job(load_config([f"--data.sources={text((ids,))}", "--data.packing=documents"]), 1)
+    with pytest.raises(ConfigError, match=r'^data.packing: x: "documents" needs to know where documents begin'):
+        open_rows(job)
+
+
 def test_a_bad_record_names_the_source(files: Path) -> None:
     blend = planned(WIKI, {"dataset": "jsonl", "dataset_path": "bad.jsonl"})
     with pytest.raises(ConfigError, match=r"^data.sources\[1\].dataset_path: .*bad.jsonl:2: no key 'text'"):
@@ -109,6 +132,17 @@ def test_a_bad_record_names_the_source(files: Path) -> None:
 def test_data_sets_are_named_in_one_place(files: Path, other: str) -> None:
     with pytest.raises(ConfigError, match=r"data.sources names the data sets; leave this out"):
         load_config([other, f"--data.sources={text((WIKI,))}"])
+
+
+@pytest.mark.parametrize("command_line", [True, False])
+def test_options_stand_with_the_data_set_they_are_for(files: Path, command_line: bool) -> None:
+    sources = f"--data.sources={text((WIKI,))}"
+    Path("job.toml").write_text('[data.args]\ntext_key = "body"\n')
+    more = ["--data.args.text_key=body"] if command_line else ["--job.config_file=job.toml"]
+    with pytest.raises(ConfigError, match=r"data.sources names the data sets; let this stand in the table") as refused:
+        load_config([*more, sources])
+    assert refused.value.key == "data.args.text_key"
+    assert load_config([sources]).data.args == {}
 
 
 class TestPosition:

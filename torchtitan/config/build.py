@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pydantic import ValidationError
-
 from torchtitan.config.aliases import MEANINGLESS
 from torchtitan.config.nearest import begins_a_key, unknown_key
 from torchtitan.config.options import CommandLineText, Option, allowed
@@ -21,6 +19,7 @@ from torchtitan.config.parts import Choice, offered, with_options
 from torchtitan.config.schema import KEYS, SECTIONS, JobConfig
 from torchtitan.config.sources import COMMAND_LINE, Setting, Settings
 from torchtitan.config.tables import TABLE_LISTS
+from torchtitan.config.together import check_together
 from torchtitan.config.unbuilt import UNBUILT, refuse_unbuilt_choice
 from torchtitan.errors import ConfigError
 
@@ -49,7 +48,10 @@ def build_config(settings: Settings, notes: list[str]) -> JobConfig:
                 refuse_unbuilt_choice(choice.key, name, instead=choice.registry.names())
                 raise
             settings = _without_negations(settings, choice.path(name), known)
-            values |= _options(settings, choice, name, known, problems, notes)
+            if choice.instead is not None and values.get(_path(choice.instead)):
+                _refuse_options(settings, choice.path(name), choice.instead, problems)
+            else:
+                values |= _options(settings, choice, name, known, problems, notes)
             for tables in TABLE_LISTS:
                 if tables.choice == choice.key and tables.path in values:
                     place = settings[tables.path].place
@@ -203,6 +205,13 @@ def _options(
     return values
 
 
+def _refuse_options(settings: Settings, table: Path, instead: str, problems: _Problems) -> None:
+    for option, (path, setting) in _given(settings, table).items():
+        with problems.collect(path, setting):
+            key = ".".join((*table, option))
+            raise ConfigError(key, f"{instead} names the data sets; let this stand in the table of the one it is for")
+
+
 def _given(settings: Settings, table: Path) -> dict[str, tuple[Path, Setting]]:
     """The entries of ``table`` that no key declares, tables within it put together again."""
     found: dict[str, tuple[Path, Setting]] = {}
@@ -239,13 +248,9 @@ def _config(values: dict[Path, Any]) -> JobConfig:
     tree: dict[str, Any] = {}
     for path, value in values.items():
         _place(tree, path, value)
-    try:
-        return JobConfig.model_validate(tree)
-    except ValidationError as error:
-        cause = error.errors(include_url=False)[0].get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            raise cause from None
-        raise
+    config = JobConfig.model_validate(tree)
+    check_together(config)
+    return config
 
 
 def _unknown_key(key: str, setting: Setting, *, also: Iterable[str] = ()) -> ConfigError:

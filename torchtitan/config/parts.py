@@ -31,6 +31,8 @@ class Choice:
     table: str | None
     home: str
     needs_torch: bool = False
+    instead: str | None = None
+    """The list of tables that takes the place of this key, of its part and of all options."""
 
     @property
     def many(self) -> bool:
@@ -62,8 +64,8 @@ CHOICES = (
     Choice("lr_scheduler.name", "lr_scheduler", "torchtitan.optim.schedules:SCHEDULES"),
     Choice("loss.name", "loss", "torchtitan.loss.losses:LOSSES"),
     Choice("trainer.name", "trainer", "torchtitan.trainers:TRAINERS"),
-    Choice("training.dataset", "data.args", "torchtitan.data.datasets:DATASETS"),
-    Choice("validation.dataset", "validation.args", "torchtitan.data.datasets:DATASETS"),
+    Choice("training.dataset", "data.args", "torchtitan.data.datasets:DATASETS", instead="data.sources"),
+    Choice("validation.dataset", "validation.args", "torchtitan.data.datasets:DATASETS", instead="validation.sets"),
 )
 
 

@@ -1,6 +1,7 @@
-"""Every key of the configuration: type, default, bounds and a line of meaning; and what no two keys may say together.
+"""Every key of the configuration: type, default, bounds and a line of meaning.
 
-How values get here is in load.py. Options of registered parts are not listed here: their signatures declare them.
+How values get here is in load.py, what no two keys may say together in together.py. Options of registered parts are
+not listed here: their signatures declare them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
 from torchtitan.config.options import Option, option_from_field
-from torchtitan.errors import UNKNOWN, ConfigError
+from torchtitan.errors import UNKNOWN
 
 Dtype = Literal["float32", "bfloat16"]
 ScheduleName = Literal[
@@ -318,62 +319,6 @@ class JobConfig(Section):
             return NotImplemented
         origin = {"job": {"config_file"}}
         return self.model_dump(exclude=origin) == other.model_dump(exclude=origin)
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> JobConfig:
-        total, steps = self.lr_scheduler.total_steps, self.training.steps
-        if total is not None and total < steps:
-            raise ConfigError(
-                "lr_scheduler.total_steps",
-                f"the curve ends before training.steps={steps}; make it at least that, or leave it out",
-            )
-        for which in ("bos", "eos"):
-            if getattr(self.data, f"{which}_token") is not None and getattr(self.data, f"{which}_id") is not None:
-                raise ConfigError(f"data.{which}_token", f"data.{which}_id is given as well; keep one of them")
-        for tables, section in (("data.sources", "training"), ("validation.sets", "validation")):
-            if not self.value(tables):
-                continue
-            for name in ("dataset_path", "dataset"):
-                keys = getattr(self, section)
-                if getattr(keys, name) != type(keys).model_fields[name].default:
-                    raise ConfigError(f"{section}.{name}", f"{tables} names the data sets; leave this out")
-        for section in ("training", "validation"):
-            loader = getattr(self, section).dataloader
-            if loader.prefetch_factor is not None and loader.num_workers == 0:
-                raise ConfigError(
-                    f"{section}.dataloader.prefetch_factor",
-                    f"there are no workers to prepare batches; set {section}.dataloader.num_workers as well",
-                )
-        if not self.checkpoint.enable:
-            for name, off in (("initial_load_path", None), ("load_step", -1)):
-                if getattr(self.checkpoint, name) != off:
-                    raise ConfigError(f"checkpoint.{name}", "nothing is loaded without checkpoint.enable = true")
-            for name in ("last_save_model_only", "last_save_in_hf"):
-                if getattr(self.checkpoint, name):
-                    raise ConfigError(f"checkpoint.{name}", "nothing is saved without checkpoint.enable = true")
-        if self.checkpoint.load_only:
-            saving = {"async_mode": "disabled", "enable_first_step_checkpoint": False}
-            saving |= {"last_save_model_only": False, "last_save_in_hf": False}
-            for key_of_saving, unused in saving.items():
-                if getattr(self.checkpoint, key_of_saving) != unused:
-                    raise ConfigError(
-                        f"checkpoint.{key_of_saving}", "nothing is saved with checkpoint.load_only = true"
-                    )
-        elif self.checkpoint.export_dtype != "float32" and not (
-            self.checkpoint.last_save_model_only or self.checkpoint.last_save_in_hf
-        ):
-            raise ConfigError(
-                "checkpoint.export_dtype",
-                "no weights are left alone; set checkpoint.last_save_model_only or last_save_in_hf, or leave it out",
-            )
-        if self.checkpoint.initial_load_in_hf:
-            if self.checkpoint.initial_load_path is None:
-                raise ConfigError("checkpoint.initial_load_in_hf", "say where in checkpoint.initial_load_path")
-            if not self.checkpoint.initial_load_model_only:
-                raise ConfigError(
-                    "checkpoint.initial_load_model_only", "a Hugging Face model holds weights only; leave it at true"
-                )
-        return self
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel], dict[str, Option]]]:

@@ -29,7 +29,7 @@ Split = Annotated[
     Field(
         min_length=1,
         description="shares of sequences for training, validation and test, of which part is read; none: "
-        '"969, 30, 1" where part or data.order = "source" asks for shares, else all is read'
+        '"969, 30, 1" where part or data.order = "source" asks for shares, else all is read',
     ),
 ]
 PartOf = Annotated[Part | None, Field(description="which share of the split; none: train")]
