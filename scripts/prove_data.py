@@ -1,10 +1,11 @@
 """Proves what is said of data: python scripts/prove_data.py [PARTS ...]
 
-Needs the test dependencies and about ten minutes on two cores. Prints a table a part and ends with 1 if anything is
-wrong. The tests run a short form of each.
+Needs the test dependencies and about twenty minutes on two cores. Prints a table a part and ends with 1 if anything
+is wrong. The tests run a short form of each.
 
   orders   each kind of data gives the same rows on any number of ranks and workers, and after stops
   shares   blends: how far any prefix is from its weights, of 0.7, 0.2 and 0.1 and of a hundred drawn ones
+  minutes  ten minutes (--minutes) of training on three sources: every prefix of its rows, and what its metrics say
   bad      what is said of bad data
   runs     twenty steps of the debug model on each kind
   speed    what memory-mapped tokens cost: sampling, a late start, an index of ten million documents
@@ -13,6 +14,7 @@ wrong. The tests run a short form of each.
 
 import argparse
 import random
+import re
 import sys
 import tempfile
 import time
@@ -21,12 +23,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.data import prepare_speed, token_speed
+from tests.data import prepare_speed, three_sources, token_files, token_speed
 from tests.data.bad_input import TABLE, message
 from tests.data.kinds import KINDS, job_on
 from tests.data.orders import RANKS, WORKERS, order_of
 from tests.launch import RanksFailed, run_ranks
 from tests.runs import run_job
+from torchtitan.config import ConfigError, describe_error, load_config
 from torchtitan.data.rows.mixture import Split
 from torchtitan.log import logger
 
@@ -68,14 +71,53 @@ def shares(folder: Path, options: argparse.Namespace) -> int:
 
 
 def bad(folder: Path, options: argparse.Namespace) -> int:
-    """An example of each, and its message."""
+    """An example of each, and its message: of text, of token files, of blends."""
     wrong = 0
     for number, example in enumerate(TABLE):
         (place := folder / str(number)).mkdir()
         said = message(example, place)
         wrong += example.says not in said or "\n" in said
         print(f"{example.dataset:8s} {example.what:22s} {said.replace(f'{place}/', '')}")
+    for case, (dataset, _, says) in token_files.BAD.items():
+        (place := folder / case).mkdir()
+        said = str(token_files.message(case, place))
+        wrong += not re.search(says, said) or "\n" in said
+        print(f"{dataset:8s} {case:22s} {said.replace(f'{place}/', '')}")
+    token_files.ds(folder / "x.ds", [[1, 2, 99, 3]])
+    try:
+        token_files.opened("nanoset", folder / "x.ds", vocab_size=50).window(0, 4)
+    except ConfigError as error:
+        said = str(error)
+    wrong += "token 2 (document 0) is 99" not in said
+    print(f"{'nanoset':8s} {'an id too large':22s} {said.replace(f'{folder}/', '')}")
+    for weight in ("0", "-0.5", "nan", "'a'"):
+        try:
+            load_config([f"--data.sources=[{{dataset = 'python_docs', weight = {weight}}}]"])
+            said = "nothing"
+        except ConfigError as error:
+            said = describe_error(error)
+        wrong += "data.sources[0].weight" not in said
+        print(f"{'blend':8s} {f'a weight of {weight}':22s} {said}")
     return wrong
+
+
+def minutes(folder: Path, options: argparse.Namespace) -> int:
+    """A run on three sources of text, of which every row shows its source, and whose metrics count its tokens."""
+    seconds = time.perf_counter()
+    found = three_sources.train(
+        folder,
+        "--training.steps=1000000",
+        f"--job.max_duration_minutes={options.minutes}",
+        seed=options.seed,
+        timeout=60 * options.minutes + 300,
+    )
+    rows, seconds = sum(found.counts.values()), time.perf_counter() - seconds
+    print(
+        f"{rows:,} rows in {seconds:.0f} s: {found.counts}; no prefix of them is further than {found.largest:.3f} ",
+        end="",
+    )
+    print(f"rows from its shares; {found.wrong} are others than in one process, or told wrongly")
+    return found.wrong + (found.largest >= 2)
 
 
 def runs(folder: Path, options: argparse.Namespace) -> int:
@@ -131,13 +173,14 @@ def prepare(folder: Path, options: argparse.Namespace) -> int:
     return wrong
 
 
-PARTS = {part.__name__: part for part in (orders, shares, bad, runs, speed, prepare)}
+PARTS = {part.__name__: part for part in (orders, shares, minutes, bad, runs, speed, prepare)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PARTS", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of what comes at random (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=10, help="of the part minutes (default: %(default)s)")
     options = parser.parse_args()
     if unknown := [name for name in options.parts if name not in PARTS]:
         parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")

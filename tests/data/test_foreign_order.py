@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.test_token_files import ds, indexed, source
+from tests.data.token_files import ds, indexed, source
 from torchtitan.data.blend import Source, plan_blend
 from torchtitan.data.rows.foreign import check_order, in_their_order, source_rows
 from torchtitan.data.rows.greedy import greedy_blend

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.test_token_files import ids, opened, starts
+from tests.data.token_files import ids, opened, starts
 from torchtitan.data.__main__ import main
 from torchtitan.data.tokenizers.hugging_face import build_hf_tokenizer
 
@@ -107,7 +107,7 @@ def test_what_is_refused(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFix
 
 
 def megatron(folder: Path) -> Path:
-    from tests.data.test_token_files import indexed
+    from tests.data.token_files import indexed
 
     return indexed(folder / "tokens")
 

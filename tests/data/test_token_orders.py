@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.orders import order_of
-from tests.data.test_token_files import ds, indexed
+from tests.data.token_files import ds, indexed
 
 DOCUMENTS = [[(7 * d + i) % 500 for i in range(1 + 13 * d % 40)] for d in range(60)]
 

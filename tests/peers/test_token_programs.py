@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.data.test_foreign_order import ordered
-from tests.data.test_token_files import source, starts
+from tests.data.token_files import source, starts
 from torchtitan.data.tokens.datatrove import DsWriter, read_metadata
 from torchtitan.data.tokens.megatron import IndexedWriter
 

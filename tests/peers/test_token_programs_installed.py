@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import NO_TOKEN_PROGRAMS
 from tests.data.test_foreign_order import ordered
-from tests.data.test_token_files import ds, indexed, source
+from tests.data.token_files import ds, indexed, source
 
 pytestmark = [
     pytest.mark.skipif(
