@@ -22,6 +22,7 @@ from tqdm import tqdm
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, damage
 from torchtitan.checkpoint.places import free_bytes, is_local, place, shown_bytes, storage_errors
 from torchtitan.checkpoint.storage import BEING_WRITTEN, METADATA, find_step, step_folders
+from torchtitan.command_line import Parser
 from torchtitan.config import describe_error, load_config
 from torchtitan.config.overrides import split_overrides
 from torchtitan.config.toml import key_text, parse, value_text
@@ -88,19 +89,16 @@ def _end(error: BaseException, out: str) -> tuple[int, str]:
     raise error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m torchtitan.convert",
         description="Hugging Face weights to a checkpoint, and back.",
         epilog="\n".join(f"{name} IN OUT\n{what}" for name, what in _COMMANDS.items()) + _EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="from-hf|to-hf")
     for name, what in _COMMANDS.items():
-        command = commands.add_parser(
-            name, epilog=what + _EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+        command = commands.add_parser(name, epilog=what + _EPILOG, allow_abbrev=False)
         command.add_argument("IN", help="what to read")
         command.add_argument("OUT", help="what to write: a folder that is not there, or empty")
         command.add_argument("--dtype", choices=_DTYPES, help="type of the weights in OUT (default: what IN has)")

@@ -71,7 +71,7 @@ def test_other_commands_are_refused(arguments: list[str], capsys: pytest.Capture
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "print,check,explain,reference" in capsys.readouterr().err
+    assert "print|check|explain|reference" in capsys.readouterr().err
 
 
 def test_check_finds_a_sequence_longer_than_the_model_has_positions_for(

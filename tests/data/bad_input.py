@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from torchtitan.data.datasets import DATASETS
 from torchtitan.data.tokenizers.utf8 import BytesTokenizer
 from torchtitan.data.tokens.cache import open_tokens
+from torchtitan.data.tokens.encode import Encoding
 from torchtitan.errors import ConfigError
 
 
@@ -102,7 +103,7 @@ def tokenise(bad: Bad, folder: Path, on_bad_record: str) -> tuple[int, int]:
     """Documents and skipped records of ``bad`` in ``folder``; ConfigError as a run would tell it."""
     path = str(folder if bad.path == "." else folder / bad.path)
     source = DATASETS.bind(bad.dataset, bad.options, key="data.args")(path, on_bad_record)
-    tokens = open_tokens(source, BytesTokenizer(), bos_id=None, eos_id=256, cache_folder=str(folder / "cache"))
+    tokens = open_tokens(source, Encoding(BytesTokenizer(), None, 256), cache_folder=str(folder / "cache"))
     return tokens.header.documents, tokens.header.skipped
 
 

@@ -7,6 +7,7 @@ from torchtitan.data.datasets import DATASETS
 from torchtitan.data.rows.concat import ConcatRows
 from torchtitan.data.tokenizers.utf8 import BytesTokenizer
 from torchtitan.data.tokens.cache import open_tokens
+from torchtitan.data.tokens.encode import Encoding
 from torchtitan.errors import ConfigError
 
 
@@ -25,7 +26,7 @@ def test_bad_input_is_told_with_its_place_or_counted(tmp_path: Path, bad: Bad) -
 def test_documents_of_any_length_are_not_bad(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "' + "long " * 700 + '"}\n{"text": ""}\n')
     source = DATASETS.bind("jsonl", {}, key="data.args")(str(tmp_path), "raise")
-    tokens = open_tokens(source, BytesTokenizer(), bos_id=None, eos_id=256, cache_folder=str(tmp_path / "cache"))
+    tokens = open_tokens(source, Encoding(BytesTokenizer(), None, 256), cache_folder=str(tmp_path / "cache"))
     assert (tokens.header.documents, tokens.header.skipped, len(tokens)) == (3, 0, 3503)
     rows = ConcatRows(tokens, seq_len=34, shuffle=False, seed=0)
     assert rows.rows_per_epoch == 100

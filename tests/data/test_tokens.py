@@ -18,6 +18,7 @@ from torchtitan.data.tokenizer import TOKENIZERS
 from torchtitan.data.tokenizers.utf8 import BytesTokenizer
 from torchtitan.data.tokens import encode
 from torchtitan.data.tokens.cache import TokenFile, open_tokens
+from torchtitan.data.tokens.encode import Encoding
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
@@ -53,9 +54,13 @@ class Wide(BytesTokenizer):
         return [[70_000 + byte for byte in text.encode()] for text in texts]
 
 
+BYTES = Encoding(BytesTokenizer(), None, None)
+
+
 def opened(folder: Path, documents: list[Any] = DOCUMENTS, **options: Any) -> TokenFile:
-    arguments = {"bos_id": 256, "eos_id": 257, "cache_folder": str(folder), **options}
-    return open_tokens(Listed(documents), arguments.pop("tokenizer", BytesTokenizer()), **arguments)
+    arguments = {"tokenizer": BytesTokenizer(), "bos_id": 256, "eos_id": 257, "cache_folder": str(folder), **options}
+    encoding = Encoding(*(arguments.pop(name) for name in ("tokenizer", "bos_id", "eos_id")))
+    return open_tokens(Listed(documents), encoding, **arguments)
 
 
 def ids(file: TokenFile) -> list[int]:
@@ -131,9 +136,7 @@ class TestCache:
     def test_second_time_reads_no_text(self, tmp_path: Path) -> None:
         log = tmp_path / "log"
         for _ in range(2):
-            file = open_tokens(
-                Listed(DOCUMENTS, log=log), BytesTokenizer(), bos_id=None, eos_id=None, cache_folder=str(tmp_path)
-            )
+            file = open_tokens(Listed(DOCUMENTS, log=log), BYTES, cache_folder=str(tmp_path))
         assert len(log.read_text().splitlines()) == len(DOCUMENTS)
         assert sorted(p.suffix for p in tmp_path.iterdir()) == ["", ".ds", ".index", ".json", ".metadata"]
         assert json.loads(file.path.with_suffix(".json").read_text())["tokens"] == len(file)
@@ -199,7 +202,7 @@ class TestCache:
                 yield "x" * 100_000
 
         with pytest.raises(ConfigError, match=r"data\.cache_folder: .*No space left"):
-            open_tokens(Filling(["x"]), BytesTokenizer(), bos_id=None, eos_id=None, cache_folder=str(tmp_path))
+            open_tokens(Filling(["x"]), BYTES, cache_folder=str(tmp_path))
 
 
 @pytest.mark.parametrize("documents", [[], ["", ""], [Skipped("a:1: bad"), Skipped("a:2: bad")]])
@@ -234,9 +237,8 @@ def tokenise(folder: Path, rank: int, ranks: int) -> None:
     (folder / f"ready-{rank}").touch()
     while len(list(folder.glob("ready-*"))) < ranks:
         time.sleep(0.002)
-    file = open_tokens(
-        source, tokenizer, bos_id=2046, eos_id=2047, cache_folder=str(folder / "cache"), rank=rank, ranks=ranks
-    )
+    encoding = Encoding(tokenizer, 2046, 2047)
+    file = open_tokens(source, encoding, cache_folder=str(folder / "cache"), rank=rank, ranks=ranks)
     np.save(folder / f"ids-{rank}.npy", file.window(0, len(file)))
 
 
@@ -260,9 +262,7 @@ def test_four_processes_share_one_folder(tmp_path: Path, kill: bool) -> None:
     results = [np.load(path).tolist() for path in sorted(tmp_path.glob("ids-*.npy"))]
     alone = open_tokens(
         Listed([f"document {i} " * 20 for i in range(40)]),
-        TOKENIZERS.bind("hf", {}, key="tokenizer")(""),
-        bos_id=2046,
-        eos_id=2047,
+        Encoding(TOKENIZERS.bind("hf", {}, key="tokenizer")(""), 2046, 2047),
         cache_folder=str(tmp_path / "alone"),
     )
     assert results == [ids(alone)] * (3 if kill else 4)
@@ -276,7 +276,7 @@ def test_four_processes_share_one_folder(tmp_path: Path, kill: bool) -> None:
 def test_python_docs() -> None:
     source = DATASETS.bind("python_docs", {}, key="data.args")(None, "raise")
     tokenizer = TOKENIZERS.bind("hf", {}, key="tokenizer")("")
-    file = open_tokens(source, tokenizer, bos_id=2046, eos_id=2047)
+    file = open_tokens(source, Encoding(tokenizer, 2046, 2047))
     assert 500_000 < len(file) < 2_500_000
     content = file.window(0, len(file))
     assert (content == 2046).sum() == (content == 2047).sum() == file.header.documents
@@ -287,10 +287,9 @@ def test_ids_that_were_changed_are_made_again(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("some text to tokenise, once")
     source = DATASETS.bind("text", {}, key="training.dataset")(str(text), "raise")
-    tokenizer = TOKENIZERS.bind("bytes", {}, key="tokenizer")("")
 
     def ids() -> list[int]:
-        tokens = open_tokens(source, tokenizer, bos_id=None, eos_id=None, cache_folder=str(tmp_path / "cache"))
+        tokens = open_tokens(source, BYTES, cache_folder=str(tmp_path / "cache"))
         return tokens.window(0, len(tokens)).tolist()
 
     before = ids()

@@ -13,13 +13,14 @@ from torchtitan.data.loader import build_loader
 from torchtitan.data.rows.concat import ConcatRows
 from torchtitan.data.tokenizer import TOKENIZERS, resolve_special_ids
 from torchtitan.data.tokens.cache import open_tokens
+from torchtitan.data.tokens.encode import Encoding
 
 
 def rows_of(folder: Path, cache: Path) -> ConcatRows:
     tokenizer = TOKENIZERS.bind("hf", {}, key="tokenizer")(str(folder / "tokenizer"))
     source = DATASETS.bind("c4_test", {}, key="data.args")(str(folder / "data"), "raise")
     bos, eos = resolve_special_ids(tokenizer, add_bos=True, add_eos=True, bos_id=None, eos_id=None)
-    tokens = open_tokens(source, tokenizer, bos_id=bos, eos_id=eos, cache_folder=str(cache))
+    tokens = open_tokens(source, Encoding(tokenizer, bos, eos), cache_folder=str(cache))
     expected = json.loads((folder / "data_expected.json").read_text())
     assert (bos, eos) == (expected["bos_id"], expected["eos_id"])
     assert len(tokens) == expected["total"]

@@ -8,8 +8,9 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from torchtitan.command_line import Parser, told
 from torchtitan.errors import ConfigError, one_line
 from torchtitan.log import read_in_part
 from torchtitan.platforms import check_platform
@@ -36,18 +37,18 @@ def main(argv: Sequence[str]) -> int:
         check_platform()
         with read_in_part():
             return int(arguments.act(arguments))
-        return 0
+        return 0  # of who reads no further
     except ConfigError as error:
-        return _told(error, 2)
+        return told(one_line(error), 2)
     except RuntimeError as error:
         from torchtitan.checkpoint.manifest import NewerFormat
         from torchtitan.errors import CheckpointError
 
         if not isinstance(error, CheckpointError):
             raise
-        return _told(error, 2 if isinstance(error, NewerFormat) else 1)
+        return told(one_line(error), 2 if isinstance(error, NewerFormat) else 1)
     except OSError as error:
-        return _told(error, 2)
+        return told(one_line(error), 2)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -123,25 +124,16 @@ def _compare(arguments: argparse.Namespace) -> int:
     return int(not found.equal)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; --help says more\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    form: Any = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m torchtitan.checkpoint",
         description="Look into checkpoints, find damage, compare two.",
         epilog=_COMMANDS + _PATHS,
-        formatter_class=form,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|verify|compare")
 
     def command(name: str, act: Any, what: str, *paths: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(
-            name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=_PATHS, formatter_class=form
-        )
+        added = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=_PATHS)
         for path in paths:
             added.add_argument(path, metavar=path.upper(), help="a run, its checkpoint folder, or a step")
         added.add_argument("--json", action="store_true", help="for machines")
@@ -167,11 +159,6 @@ def _tolerance(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no tolerance: a number that is not negative")
     return value
-
-
-def _told(error: Exception, code: int) -> int:
-    print(one_line(error), file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

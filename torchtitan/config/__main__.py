@@ -5,11 +5,11 @@ What is printed is made in render.py, help.py and reference.py.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
+from torchtitan.command_line import Parser
 from torchtitan.config.help import explain
 from torchtitan.config.load import describe_error, load_config
 from torchtitan.config.reference import reference
@@ -30,13 +30,13 @@ OVERRIDES: --job.config_file FILE and --section.key VALUE, as for training
 
 def main(argv: Sequence[str]) -> int:
     """Do what ``argv`` asks for; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m torchtitan.config",
         description="Look at a configuration without running it.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=("print", "check", "explain", "reference"))
+    names = ("print", "check", "explain", "reference")
+    parser.add_argument("command", choices=names, metavar="|".join(names))
     parser.add_argument("arguments", nargs="*", default=[], help="see below")
     command = parser.parse_args(argv[:1]).command
     arguments = list(argv[1:])

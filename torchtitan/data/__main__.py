@@ -5,15 +5,14 @@ Each command is a module of commands/, which has ``add_arguments(parser)`` and `
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import pkgutil
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NoReturn
 
+from torchtitan.command_line import Parser, told
 from torchtitan.config import describe_error
 from torchtitan.config.overrides import split_overrides
 from torchtitan.data import commands
@@ -36,44 +35,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_platform()
         with read_in_part():
             return int(arguments.run(arguments, overrides))
-        return 0
+        return 0  # of who reads no further
     except ConfigError as error:
-        return _told(describe_error(error), 2)
+        return told(describe_error(error), 2)
     except OSError as error:
-        return _told(f"failed: {one_line(error)}", 1)
+        return told(f"failed: {one_line(error)}", 1)
     except KeyboardInterrupt:
-        return _told("interrupted", 1)
+        return told("interrupted", 1)
 
 
-def _told(line: str, code: int) -> int:
-    print(line, file=sys.stderr)
-    return code
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; --help says more\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    form: Any = argparse.RawDescriptionHelpFormatter
+def _parser() -> Parser:
     modules = {
         name: _command(name) for name in sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
     }
-    parser = _Parser(
+    parser = Parser(
         prog="python -m torchtitan.data",
         description="Look at data, and make it ready.",
         epilog="\n".join(f"{name:10}{_what(module)}" for name, module in modules.items())
         + "\n\nEach has its own --help.\n"
         + _EPILOG,
-        formatter_class=form,
         allow_abbrev=False,
     )
     added = parser.add_subparsers(dest="command", required=True, metavar="|".join(modules))
     for name, module in modules.items():
-        command = added.add_parser(
-            name, description=_what(module), epilog=_EPILOG, formatter_class=form, allow_abbrev=False
-        )
+        command = added.add_parser(name, description=_what(module), epilog=_EPILOG, allow_abbrev=False)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser

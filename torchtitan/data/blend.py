@@ -48,15 +48,7 @@ class Source:
             assert encoding is not None
             if isinstance(self.data, StreamSource):
                 return open_stream(self.data, encoding, cache_folder=cache_folder)
-            return open_tokens(
-                self.data,
-                encoding.tokenizer,
-                bos_id=encoding.bos_id,
-                eos_id=encoding.eos_id,
-                cache_folder=cache_folder,
-                rank=rank,
-                ranks=ranks,
-            )
+            return open_tokens(self.data, encoding, cache_folder=cache_folder, rank=rank, ranks=ranks)
 
 
 @dataclass(frozen=True)

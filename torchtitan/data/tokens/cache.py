@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 from torchtitan.data.datasets import StreamSource, TextSource
 from torchtitan.data.sharing import make_together
-from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.data.tokens.datatrove import DsWriter, EndedDocuments, index_path
 from torchtitan.data.tokens.encode import Encoding, Piece, encode_piece
 from torchtitan.data.tokens.store import TokenWriter, circle_window, map_array
@@ -77,24 +76,16 @@ class TokenFile:
 
 
 def open_tokens(
-    source: TextSource,
-    tokenizer: Tokenizer,
-    *,
-    bos_id: int | None,
-    eos_id: int | None,
-    cache_folder: str = "",
-    rank: int = 0,
-    ranks: int = 1,
+    source: TextSource, encoding: Encoding, *, cache_folder: str = "", rank: int = 0, ranks: int = 1
 ) -> TokenFile:
     """The token file of ``source``: from the cache, or made now, together with the other ranks on this file system.
 
-    ``bos_id`` and ``eos_id`` come before and after each document where they are not None. Needs no process group:
-    ranks find each other in ``cache_folder`` (empty: the user's), and each begins with its own share of the text.
-    Raises ConfigError for text that cannot be read, a source without any token, and a folder that cannot be used.
+    Needs no process group: ranks find each other in ``cache_folder`` (empty: the user's), and each begins with its own
+    share of the text. Raises ConfigError for text that cannot be read, a source without any token, and a folder that
+    cannot be used.
     """
-    encoding = Encoding(tokenizer, bos_id, eos_id)
     path, recipe = cached_file(source, encoding, cache_folder)
-    made_from = {**recipe, "source_name": hidden(source.description), "tokenizer_name": tokenizer.name}
+    made_from = {**recipe, "source_name": hidden(source.description), "tokenizer_name": encoding.tokenizer.name}
     started = time.monotonic()
     with kept_in(path.parent, "token files"):
         found = _read_header(path, verify=True)
