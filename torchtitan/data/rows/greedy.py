@@ -5,6 +5,7 @@ Our own mixtures do not belong here.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,14 +19,15 @@ def greedy_blend(shares: Sequence[float], samples: int) -> tuple[npt.NDArray[np.
     where they tie, the last bit of a quotient decides.
     """
     counts = [0] * len(shares)
-    chosen, before = np.zeros(samples, np.int16), np.zeros(samples, np.int64)
+    chosen, before = array("h"), array("q")
     for sample in range(samples):
         due = float(max(sample, 1))
         behind = [share * due - count for share, count in zip(shares, counts, strict=True)]
         k = behind.index(max(behind))
-        chosen[sample], before[sample] = k, counts[k]
+        chosen.append(k)
+        before.append(counts[k])
         counts[k] += 1
-    return chosen, before
+    return np.frombuffer(chosen, np.int16), np.frombuffer(before, np.int64)
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
