@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.token_files import ids, opened, starts
+from tests.data.token_files import ds, ids, indexed, opened, starts
 from torchtitan.data.__main__ import main
 from torchtitan.data.tokenizers.hugging_face import build_hf_tokenizer
+from torchtitan.data.tokens import prepare
 
 BOS, EOS = 2098, 2099
 TEXTS = [f"Document {n} of many.\n" + "The words go on and on. " * (n % 40) for n in range(1500)]
@@ -91,11 +92,17 @@ def test_what_is_refused(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFix
     (tmp_path / "there.ds").write_bytes(b"")
     assert told(out="there.ds").endswith("there.ds is there already; remove it, or give another name")
     assert told("--workers=0").startswith("--workers: at least one")
-    assert "is tokens already" in told("--training.dataset=megatron", f"--training.dataset_path={megatron(tmp_path)}")
+    ds(tmp_path / "tokens.ds")
+    (tmp_path / "tokens.ds.index").unlink()
+    tokens = ("--training.dataset=nanoset", f"--training.dataset_path={tmp_path / 'tokens.ds'}")
+    assert "no index says where documents begin" in told(*tokens)
     (tmp_path / "x.work").mkdir()
     (tmp_path / "x.work/recipe.json").write_text("{}")
     (tmp_path / "x.work/piece-000000").write_bytes(b"")
     assert "holds pieces of other data or of another tokenizer" in told()
+    tokens = ("--training.dataset=megatron", f"--training.dataset_path={indexed(tmp_path / 'tokens')}")
+    assert "holds pieces of other data or of another tokenizer" in told(*tokens)
+    assert (tmp_path / "x.work/piece-000000").exists()
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     line = told(f"--training.dataset_path={empty}", out="y")
@@ -106,10 +113,39 @@ def test_what_is_refused(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFix
     assert error.value.code == 2 and "parquet" in capsys.readouterr().err
 
 
-def megatron(folder: Path) -> Path:
-    from tests.data.token_files import indexed
+@pytest.mark.parametrize("format", ["ds", "megatron"])
+def test_tokens_become_files_of_the_other_format(
+    tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In steps that end within documents, at their ends, and among empty ones."""
+    monkeypatch.setattr(prepare, "_TOKENS_AT_ONCE", 7)
+    monkeypatch.setattr(prepare, "_DOCUMENTS_AT_ONCE", 3)
+    lengths = [0, 0, 0, 3, 4, 20, 0, 7, 0, 0, 0, 0, 1, 1, 14, 5, 0]
+    documents = [[100 * d + i for i in range(length)] for d, length in enumerate(lengths)]
+    (tmp_path / "from").mkdir()
+    name, other = ("megatron", "nanoset") if format == "ds" else ("nanoset", "megatron")
+    for part in (0, 1):
+        own = documents[9 * part :][:9]
+        (indexed if name == "megatron" else ds)(
+            tmp_path / "from" / (f"{part}" if name == "megatron" else f"{part}.ds"), own
+        )
+    argv = [f"--training.dataset={name}", f"--training.dataset_path={tmp_path / 'from'}", f"--format={format}"]
+    assert main(["prepare", str(tmp_path / "x"), *argv]) == 0
+    assert "55 tokens of 17 documents, uint16" in capsys.readouterr().out
+    found = opened(other, tmp_path / "x.ds" if format == "ds" else tmp_path / "x", vocab_size=10_000)
+    assert ids(found) == [i for document in documents for i in document]
+    assert starts(found) == np.cumsum([0, *lengths])[:-1].tolist()
+    assert not (tmp_path / "x.work").exists()
 
-    return indexed(folder / "tokens")
+
+def test_a_stream_becomes_the_files_of_its_text(tmp_path: Path, corpus: Path) -> None:
+    for name in ("text", "stream"):
+        (tmp_path / name).mkdir()
+    assert main(words(tmp_path / "text/x", corpus)) == 0
+    stream = ["--training.dataset=hub", "--training.dataset_path=json", f"--data.args.data_files=['{corpus}']"]
+    options = ["--data.args.streaming=true", "--data.args.documents_at_once=100"]
+    assert main(words(tmp_path / "stream/x", corpus, *stream, *options)) == 0
+    assert contents(tmp_path / "stream") == contents(tmp_path / "text")
 
 
 def test_a_worker_that_is_killed_is_told(tmp_path: Path, corpus: Path) -> None:

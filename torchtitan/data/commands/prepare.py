@@ -1,4 +1,4 @@
-"""``prepare``: tokenise a data set into files of datatrove or Megatron-LM, which many runs and programs read.
+"""``prepare``: make a data set into token files of datatrove or Megatron-LM, which many runs and programs read.
 
 What each of its processes does is in tokens/prepare.py.
 """
@@ -20,10 +20,10 @@ from typing import Any
 from tqdm import tqdm
 
 from torchtitan.config import load_config
-from torchtitan.data.datasets import DATASETS, StreamSource, TokenSource
+from torchtitan.data.datasets import DATASETS, StreamSource, TextSource, TokenSource
 from torchtitan.data.tokenizer import TOKENIZERS, special_ids
 from torchtitan.data.tokens.encode import Encoding
-from torchtitan.data.tokens.prepare import Format, Preparation, Result
+from torchtitan.data.tokens.prepare import Preparation, Result, Target, prepare_stream, prepare_tokens
 from torchtitan.errors import ConfigError, keys_told_as
 from torchtitan.platforms import cores
 
@@ -53,17 +53,42 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("--workers", "at least one is needed")
     out: Path = arguments.OUT.expanduser()
     out = out.with_suffix("") if out.suffix in _ENDINGS else out
-    plan = _plan(overrides, out, arguments.format)
-    there = plan.begin()
-    started = time.monotonic()
-    workers = min(arguments.workers, plan.source.num_pieces)
-    results = _Workers(plan, workers, overrides).run()
-    print(_told(plan, results, there, workers, time.monotonic() - started))
+    target, started = Target(out, arguments.format), time.monotonic()
+    source, encoding = _source(overrides)
+    before, workers = "", 1
+    if isinstance(source, TokenSource):
+        results = [prepare_tokens(source, target)]
+    elif isinstance(source, StreamSource):
+        with _bar("document") as bar, keys_told_as(_OWN_KEYS):
+            results = [prepare_stream(source, _needed(encoding), target, lambda there: _show(bar, there))]
+    else:
+        plan = Preparation(source, _needed(encoding), target)
+        pieces = source.num_pieces
+        if there := plan.begin():
+            before = f" ({there} of {pieces} pieces were there)"
+        workers = min(arguments.workers, pieces)
+        results = _Workers(plan, workers, overrides).run()
+    print(_told(target, results, before, workers, time.monotonic() - started))
     return 0
 
 
-def _plan(overrides: Sequence[str], out: Path, format: Format) -> Preparation:
-    """What the configuration asks for."""
+def _bar(unit: str, total: int | None = None) -> Any:
+    """How far it is; told more often on a terminal than in a log."""
+    often = 0.5 if sys.stderr.isatty() else 30.0
+    return tqdm(desc="tokenising", total=total, unit=unit, mininterval=often, delay=1)
+
+
+def _show(bar: Any, done: int) -> None:
+    bar.update(done - bar.n)
+
+
+def _needed(encoding: Encoding | None) -> Encoding:
+    assert encoding is not None  # of text
+    return encoding
+
+
+def _source(overrides: Sequence[str]) -> tuple[TextSource | StreamSource | TokenSource, Encoding | None]:
+    """What the configuration names, and how it becomes ids; None where it is ids already."""
     config = load_config(overrides)
     training, data = config.training, config.data
     if data.sources:
@@ -71,12 +96,11 @@ def _plan(overrides: Sequence[str], out: Path, format: Format) -> Preparation:
     source = DATASETS.bind(training.dataset, data.args, key="training.dataset")(
         training.dataset_path, on_bad_record=data.on_bad_record
     )
-    if isinstance(source, (TokenSource, StreamSource)):
-        what = "tokens already" if isinstance(source, TokenSource) else "a stream, which cannot be cut into pieces"
-        raise ConfigError("training.dataset", f"{training.dataset} is {what}; give text in files")
+    if isinstance(source, TokenSource):
+        return source, None
     options = config.tokenizer.model_extra or {}
     tokenizer = TOKENIZERS.bind(config.tokenizer.name, options, key="tokenizer")(config.model.hf_assets_path)
-    return Preparation(source, Encoding(tokenizer, *special_ids(tokenizer, data)), out, format)
+    return source, Encoding(tokenizer, *special_ids(tokenizer, data))
 
 
 class _Workers:
@@ -94,7 +118,7 @@ class _Workers:
             for worker in range(number):
                 receiver, sender = context.Pipe(duplex=False)
                 start = worker * plan.source.num_pieces // number
-                facts = (list(overrides), plan.out, plan.format, plan.source.fingerprint, start)
+                facts = (list(overrides), plan.target, plan.source.fingerprint, start)
                 process = context.Process(target=_work, args=(*facts, sender), daemon=True)
                 process.start()
                 sender.close()
@@ -109,15 +133,13 @@ class _Workers:
     def run(self) -> list[Result]:
         """What each did; the first error of one of them ends all."""
         results: list[Result] = []
-        often = 0.5 if sys.stderr.isatty() else 30.0
-        pieces = self._plan.source.num_pieces
-        with tqdm(desc="tokenising", total=pieces, unit="piece", mininterval=often, delay=1) as bar:
+        with _bar("piece", self._plan.source.num_pieces) as bar:
             try:
                 while self._running:
                     for receiver in wait(list(self._running), timeout=0.5):
                         assert isinstance(receiver, Connection)
                         results.append(self._end_of(receiver))
-                    bar.update(self._plan.pieces_done() - bar.n)
+                    _show(bar, self._plan.pieces_done())
             finally:
                 for process in self._running.values():
                     process.terminate()
@@ -131,7 +153,7 @@ class _Workers:
             process.join()
             how = f"was ended by signal {-process.exitcode}" if process.exitcode < 0 else "failed, as it says above"
             raise ChildProcessError(
-                f"a worker {how}; the same command goes on with the pieces in {self._plan.work}"
+                f"a worker {how}; the same command goes on with the pieces in {self._plan.target.work}"
             ) from None
         del self._running[receiver]
         if isinstance(found, ConfigError):
@@ -141,16 +163,17 @@ class _Workers:
         return found
 
 
-def _work(overrides: list[str], out: Path, format: Format, fingerprint: str, start: int, sender: Connection) -> None:
+def _work(overrides: list[str], target: Target, fingerprint: str, start: int, sender: Connection) -> None:
     """What a worker does: its share, and then it says what that was, or what a person can mend."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asked for it ends the workers
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
         with keys_told_as(_OWN_KEYS):
-            plan = _plan(overrides, out, format)
-            if plan.source.fingerprint != fingerprint:
+            source, encoding = _source(overrides)
+            assert not isinstance(source, (TokenSource, StreamSource))
+            if source.fingerprint != fingerprint:
                 raise ConfigError("training.dataset_path", "was changed while it was read")
-            sender.send(plan.share(start))
+            sender.send(Preparation(source, _needed(encoding), target).share(start))
     except ConfigError as error:
         sender.send(error)
 
@@ -162,15 +185,15 @@ def _end_with_the_parent() -> None:
     os._exit(1)
 
 
-def _told(plan: Preparation, results: Sequence[Result], there: int, workers: int, seconds: float) -> str:
+def _told(target: Target, results: Sequence[Result], before: str, workers: int, seconds: float) -> str:
     """What was done, in a few lines."""
     made = sum(result.made_tokens for result in results)
     whole = next((result for result in results if result.tokens), None)
-    lines = [f"{path}: {path.stat().st_size:,} bytes" for path in plan.files]
+    lines = [f"{path}: {path.stat().st_size:,} bytes" for path in target.files]
     if whole is not None:
         lines.append(f"{whole.tokens:,} tokens of {whole.documents:,} documents, {whole.dtype}")
         if whole.skipped:
-            lines.append(f"{whole.skipped:,} bad records skipped, the first: {whole.first_skipped}")
-    before = f" ({there} of {plan.source.num_pieces} pieces were there)" if there else ""
+            first = f", the first: {whole.first_skipped}" if whole.first_skipped else ""
+            lines.append(f"{whole.skipped:,} bad records skipped{first}")
     lines.append(f"{made:,} tokens in {seconds:.1f} s{before}: {made / seconds:,.0f} tokens/s, {workers} worker(s)")
     return "\n".join(lines)
