@@ -124,11 +124,9 @@ def test_tokens_become_files_of_the_other_format(
     documents = [[100 * d + i for i in range(length)] for d, length in enumerate(lengths)]
     (tmp_path / "from").mkdir()
     name, other = ("megatron", "nanoset") if format == "ds" else ("nanoset", "megatron")
-    for part in (0, 1):
-        own = documents[9 * part :][:9]
-        (indexed if name == "megatron" else ds)(
-            tmp_path / "from" / (f"{part}" if name == "megatron" else f"{part}.ds"), own
-        )
+    for part, own in (("0", documents[:9]), ("1", documents[9:])):
+        path = tmp_path / "from" / part
+        indexed(path, own) if name == "megatron" else ds(path.with_suffix(".ds"), own)
     argv = [f"--training.dataset={name}", f"--training.dataset_path={tmp_path / 'from'}", f"--format={format}"]
     assert main(["prepare", str(tmp_path / "x"), *argv]) == 0
     assert "55 tokens of 17 documents, uint16" in capsys.readouterr().out
