@@ -3,6 +3,7 @@
 What the rows of a set are is in ``data/rows/validation.py``; what becomes of the numbers, in ``observe/``.
 """
 
+import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -12,9 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.config.schema import DataLoader
+from torchtitan.data.blend import Source
+from torchtitan.data.files import KEY
 from torchtitan.data.loader import Share, build_loader
 from torchtitan.data.rows.build import build_rows_once
-from torchtitan.data.rows.validation import Rounds, RowsOnce
+from torchtitan.data.rows.validation import Rounds, RowsOnce, ToldTable
 from torchtitan.distributed.runner import Runner
 from torchtitan.distributed.topology import Topology
 from torchtitan.distributed.world import World
@@ -27,10 +30,15 @@ from torchtitan.resolve import Job
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A set of rows; ``name`` is None where the run has one set and its configuration no name for it."""
+    """A set of rows; ``name`` is None where the run has one set and its configuration no name for it.
+
+    ``fingerprint`` is equal only where the data are, which lie where ``key`` says.
+    """
 
     name: str | None
     rows: RowsOnce
+    key: str = ""
+    fingerprint: str = ""
 
     def __str__(self) -> str:
         return "validation" if self.name is None else f"validation set {self.name}"
@@ -152,8 +160,14 @@ def open_held_out(job: Job, *, rank: int, ranks: int) -> list[HeldOut]:
                 rows = build_rows_once(
                     tokens, packing=data.packing, seq_len=job.validation.seq_len, cache_folder=data.cache_folder
                 )
-            held_out.append(HeldOut(name, rows))
+            rows = functools.partial(_told, rows, source)
+            held_out.append(HeldOut(name, rows, source.told_as[KEY], tokens.fingerprint))
     return held_out
+
+
+def _told(rows: RowsOnce, source: Source, most: int | None) -> ToldTable:
+    with source.told():
+        return ToldTable(rows(most), source.told_as, source.name)
 
 
 def build_evaluator(

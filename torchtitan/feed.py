@@ -6,12 +6,15 @@ Which rows a rank takes at a step is in ``data/loader.py``; where a run stands a
 from collections.abc import Mapping, Sequence
 
 from torchtitan.data.blend import Source
+from torchtitan.data.files import KEY
 from torchtitan.data.rows.build import build_rows
 from torchtitan.data.rows.foreign import in_their_order, source_rows
 from torchtitan.data.rows.mixture import Mixture, split_fingerprint
-from torchtitan.data.rows.rows import BlendedRows, SourceRows, ToldRows
+from torchtitan.data.rows.rows import BlendedRows, SourceRows, ToldSource
 from torchtitan.data.tokens.store import Tokens
+from torchtitan.distributed.world import World
 from torchtitan.errors import ConfigError
+from torchtitan.log import logger
 from torchtitan.resolve import Job
 from torchtitan.state import DataStage
 
@@ -32,7 +35,7 @@ def open_rows(job: Job, *, rank: int = 0, ranks: int = 1) -> dict[str, SourceRow
         rows = {name: _native_rows(job, source, rank=rank, ranks=ranks) for name, source in sources.items()}
     if not data.sources:
         return rows
-    return {name: ToldRows(rows[name], source.told_as, name) for name, source in sources.items()}
+    return {name: ToldSource(rows[name], source.told_as, name) for name, source in sources.items()}
 
 
 def _native_rows(job: Job, source: Source, *, rank: int, ranks: int) -> SourceRows:
@@ -74,12 +77,33 @@ def blended(job: Job, rows: Mapping[str, SourceRows], begins: Sequence[int]) -> 
     return Mixture(rows, [(begin, stage.weights) for begin, stage in stages])
 
 
-def check_epochs(job: Job, rows: Mapping[str, SourceRows], mixture: BlendedRows, last_row: int) -> None:
-    """ConfigError if the first ``last_row`` rows read a source more often than ``data.max_epochs``."""
-    most = job.config.data.max_epochs
+def by_place(job: Job, rows: Mapping[str, SourceRows]) -> dict[str, str]:
+    """The fingerprint of each source by the key that says where its data lie."""
+    return {source.told_as.get(KEY, KEY): rows[name].fingerprint for name, source in job.blend.sources.items()}
+
+
+def check_same(world: World, fingerprints: Mapping[str, str]) -> None:
+    """ConfigError, on all ranks, if they do not hold the same data; ``fingerprints`` of rows by the key that says where
+    the data lie."""
+    first, *others = world.gather(dict(fingerprints))
+    for rank, theirs in enumerate(others, start=1):
+        for key, fingerprint in first.items():
+            if theirs[key] != fingerprint:
+                raise ConfigError(
+                    key, f"rank {rank} found other data there than rank 0: is each machine's copy the same, and whole?"
+                )
+
+
+def check_share(job: Job, rows: Mapping[str, SourceRows], mixture: BlendedRows, last_row: int) -> None:
+    """Look at what the first ``last_row`` rows take of each source: ConfigError if they read one more often than
+    ``data.max_epochs``, and a warning of those that give none."""
+    data, most = job.config.data, job.config.data.max_epochs
+    counts = mixture.counts(last_row) if most is not None or data.sources else {}
+    if idle := [name for name, count in counts.items() if count == 0]:
+        logger.warning(f"no row of this run comes from {', '.join(idle)}: by weight or from_step their turn is later")
     if most is None:
         return
-    for name, count in mixture.counts(last_row).items():
+    for name, count in counts.items():
         if count > most * (held := rows[name].rows_per_epoch):
             raise ConfigError(
                 "data.max_epochs",

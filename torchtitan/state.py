@@ -74,26 +74,32 @@ class DataPosition:
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"fingerprint": self.stages[0].fingerprint, "next_row": self.next_row}
         begun = [
-            [begin, stage.fingerprint]
+            [begin, stage.fingerprint, stage.from_step]
             for begin, stage in zip(self.begins, self.stages, strict=False)
             if begin < self.next_row or begin == 0
         ]
         return state if len(self.stages) == 1 else state | {"stages": begun}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        begun = state.get("stages", [[0, state["fingerprint"]]])
-        if [fingerprint for _, fingerprint in begun] != [s.fingerprint for s in self.stages[: len(begun)]]:
+        begun = state.get("stages", [[0, state["fingerprint"], 1]])
+        if [fingerprint for _, fingerprint, *_ in begun] != [s.fingerprint for s in self.stages[: len(begun)]]:
             raise ConfigError(
                 "data.sources" if len(begun) > 1 or len(self.stages) > 1 else "training.dataset",
                 "the data, tokenizer, order, debug.seed or training.seq_len are not those of the checkpoint, so its "
                 "position means nothing; to begin the new data at their first row, set "
                 'checkpoint.exclude_from_loading = ["dataloader"]',
             )
-        next_row = state["next_row"]
-        for number in (next_row, *(begin for begin, _ in begun)):
+        next_row, begins = state["next_row"], [begin for begin, *_ in begun]
+        for number in (next_row, *begins):
             if type(number) is not int or number < 0:
                 raise ValueError(f"a row is {number!r}")
-        self.next_row, self.begins = next_row, [begin for begin, _ in begun]
+        for stage, (_, _, *from_step) in zip(self.stages, begun, strict=False):
+            if from_step and from_step[0] != stage.from_step:  # older checkpoints do not say it
+                raise ConfigError(
+                    stage.key,
+                    f"was {from_step[0]} when the checkpoint was saved, and this part of the run is over; keep that",
+                )
+        self.next_row, self.begins = next_row, begins
 
 
 @dataclass

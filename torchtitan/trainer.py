@@ -22,7 +22,7 @@ from torchtitan.distributed.whole import map_whole
 from torchtitan.distributed.world import World, seed_step
 from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.evaluate import build_evaluator, open_held_out
-from torchtitan.feed import blended, check_epochs, data_stages, open_rows
+from torchtitan.feed import blended, by_place, check_same, check_share, data_stages, open_rows
 from torchtitan.log import logger
 from torchtitan.observe.clock import Clock
 from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_flops
@@ -53,6 +53,7 @@ class Trainer:
         self.topology = build_topology(job.spread.degrees, world)
         rows = open_rows(job, rank=world.rank, ranks=world.size)
         held_out = open_held_out(job, rank=world.rank, ranks=world.size)
+        check_same(world, {**by_place(job, rows), **{each.key: each.fingerprint for each in held_out}})
         self.runner = parallelize(
             job.spec,
             job.args,
@@ -80,7 +81,7 @@ class Trainer:
         begins = position.place_stages(self.state.step, self.state.global_batch_size)
         self.mixture = blended(job, rows, begins)
         steps_left = self.steps - self.state.step
-        check_epochs(job, rows, self.mixture, position.next_row + steps_left * self.state.global_batch_size)
+        check_share(job, rows, self.mixture, position.next_row + steps_left * self.state.global_batch_size)
         self.loader = build_loader(
             self.mixture,
             global_batch_size=self.state.global_batch_size,

@@ -1,7 +1,8 @@
 import pickle
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from torchtitan.data.blend import Blend, Source, plan_blend, plan_one
 from torchtitan.data.tokenizers.utf8 import BytesTokenizer
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.store import Tokens
+from torchtitan.distributed.world import World
 from torchtitan.errors import ConfigError
-from torchtitan.feed import blended, open_rows
+from torchtitan.feed import blended, check_same, check_share, open_rows
+from torchtitan.log import logger
 from torchtitan.resolve import resolve_job
 from torchtitan.state import DataPosition, DataStage
 
@@ -145,6 +148,31 @@ def test_options_stand_with_the_data_set_they_are_for(files: Path, command_line:
     assert load_config([sources]).data.args == {}
 
 
+def test_ranks_that_found_other_data_are_told_on_all_of_them() -> None:
+    key = "data.sources[1].dataset_path"
+    own = {"training.dataset_path": "a", key: "b"}
+
+    def world(*others: dict[str, str]) -> World:
+        return cast(World, SimpleNamespace(gather=lambda mine: [own, *others]))
+
+    check_same(world(own, own), own)
+    for mine in (own, {**own, key: "c"}):
+        with pytest.raises(ConfigError, match="rank 2 found other data there than rank 0") as refused:
+            check_same(world(own, {**own, key: "c"}), mine)
+        assert refused.value.key == key
+
+
+def test_sources_that_give_no_row_are_told(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", said.append)
+    sources = text((WIKI, CODE | {"weight": 1e-30}, {**CODE, "name": "later", "from_step": 1000}))
+    argv = ["--training.seq_len=2", "--tokenizer.name=bytes", "--data.bos_id=256", "--data.eos_id=257"]
+    job = resolve_job(load_config([f"--data.sources={sources}", *argv]), 1)
+    rows = open_rows(job)
+    check_share(job, rows, blended(job, rows, [0, 5000]), 900)
+    assert [line for line in said if "no row of this run comes from code, later: " in line]
+
+
 class TestPosition:
     ONE, TWO, THREE = DataStage(1, "one"), DataStage(11, "two", "data.sources[1].from_step"), DataStage(21, "three")
 
@@ -157,9 +185,9 @@ class TestPosition:
     def test_stages_begin_with_the_rows_of_their_steps(self) -> None:
         position = DataPosition([self.ONE, self.TWO, self.THREE])
         assert position.place_stages(0, 6) == [0, 60, 120]
-        assert position.state_dict()["stages"] == [[0, "one"]]
+        assert position.state_dict()["stages"] == [[0, "one", 1]]
         position.next_row = 66
-        assert position.state_dict()["stages"] == [[0, "one"], [60, "two"]]
+        assert position.state_dict()["stages"] == [[0, "one", 1], [60, "two", 11]]
 
     def test_what_has_begun_stays_and_the_rest_follows_the_steps(self) -> None:
         """Another global batch moves the stages that have not begun."""
@@ -177,6 +205,18 @@ class TestPosition:
         late.load_state_dict({"fingerprint": "one", "next_row": 78})
         with pytest.raises(ConfigError, match=r"data.sources\[1\].from_step: is before step 13"):
             late.place_stages(13, 6)
+
+    @pytest.mark.parametrize("from_step", [2, 12, 1000])
+    def test_the_step_of_a_stage_that_has_begun_stays(self, from_step: int) -> None:
+        saved = DataPosition([self.ONE, self.TWO])
+        saved.place_stages(0, 6)
+        saved.next_row = 66
+        moved = DataPosition([self.ONE, DataStage(from_step, "two", "data.sources[1].from_step")])
+        with pytest.raises(ConfigError, match=r"data.sources\[1\].from_step: was 11 when the checkpoint was saved"):
+            moved.load_state_dict(saved.state_dict())
+        again = DataPosition([self.ONE, self.TWO])
+        again.load_state_dict(saved.state_dict())
+        assert again.place_stages(11, 6) == [0, 60]
 
     def test_data_that_begin_anew_begin_with_the_stage_of_their_step(self) -> None:
         assert DataPosition([self.ONE, self.TWO, self.THREE]).place_stages(15, 6) == [0, 0, 30]

@@ -52,6 +52,10 @@ def lists(rows: Rows, row: int) -> tuple[list[int], list[int], list[int]]:
 @pytest.mark.parametrize(("lengths", "seq_len"), CASES, ids=IDS)
 def test_windows_know_where_documents_begin(tmp_path: Path, lengths: list[int], seq_len: int) -> None:
     line = Line(lengths)
+    if max(lengths) < 2:
+        with pytest.raises(ConfigError, match="no document has two tokens"):
+            rows_of(line, "documents", tmp_path, seq_len)
+        return
     begins = {sum(lengths[:d]) for d in range(len(lengths)) if lengths[d]}
     rows, windows = rows_of(line, "documents", tmp_path, seq_len), rows_of(line, "concat", tmp_path, seq_len)
     assert rows.rows_per_epoch == windows.rows_per_epoch

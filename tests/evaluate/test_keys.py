@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.runs import tiny_argv
 from torchtitan.config import describe_error, load_config
 from torchtitan.errors import ConfigError
+from torchtitan.evaluate import open_held_out
 from torchtitan.resolve import Job, resolve_job
 
 PYTHON_DOCS = "dataset=python_docs"
@@ -98,3 +100,28 @@ def test_steps_without_a_limit_make_the_batch_mean_nothing_which_is_told(
     assert "changes nothing" not in caplog.text
     resolve(tmp_path, PYTHON_DOCS, "global_batch_size=4")
     assert "validation.global_batch_size changes nothing" in caplog.text
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_what_is_wrong_with_a_row_names_the_set(tmp_path: Path, several: bool) -> None:
+    np.array([1, 2, 3, 999, 4, 5], "<u2").tofile(tmp_path / "x.ds")
+    place = f"dataset = 'nanoset', dataset_path = '{tmp_path / 'x.ds'}', token_bytes = 2"
+    one = [f"--validation.dataset_path={tmp_path / 'x.ds'}", "--validation.dataset=nanoset"]
+    words = (
+        [f"--validation.sets=[{{name = 'held', {place}}}]"] if several else [*one, "--validation.args.token_bytes=2"]
+    )
+    job = resolve_job(load_config(tiny_argv(tmp_path, "--validation.enable=true", *words)), 1)
+    (held_out,) = open_held_out(job, rank=0, ranks=1)
+    table = held_out.rows(None)
+    with pytest.raises(ConfigError, match="token 3 is 999") as refused:
+        [table[row] for row in range(len(table))]
+    assert refused.value.key == ("validation.sets[0].dataset_path" if several else "validation.dataset_path")
+
+
+def test_options_of_an_order_are_refused(tmp_path: Path) -> None:
+    np.array([1, 2, 3], "<u2").tofile(tmp_path / "x.ds")
+    words = [f"--validation.dataset_path={tmp_path / 'x.ds'}", "--validation.dataset=nanoset"]
+    options = ["--validation.args.token_bytes=2", "--validation.args.order_seed=7"]
+    with pytest.raises(ConfigError, match="orders what is trained on, not this") as refused:
+        resolve_job(load_config(tiny_argv(tmp_path, "--validation.enable=true", *words, *options)), 1)
+    assert refused.value.key == "validation.args.order_seed"

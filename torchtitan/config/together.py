@@ -26,6 +26,9 @@ def check_together(config: JobConfig) -> None:
     for which in ("bos", "eos"):
         if getattr(config.data, f"{which}_token") is not None and getattr(config.data, f"{which}_id") is not None:
             raise ConfigError(f"data.{which}_token", f"data.{which}_id is given as well; keep one of them")
+        for name in (f"{which}_token", f"{which}_id"):
+            if getattr(config.data, name) is not None and not getattr(config.data, f"add_{which}"):
+                raise ConfigError(f"data.{name}", f"none is added with data.add_{which} = false; leave this out")
     for tables, keys in _TABLES.items():
         for key in keys if config.value(tables) else ():
             if config.value(key) != KEYS[key].default:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
+import numpy as np
+
+from torchtitan.data.files import KEY
 from torchtitan.data.rows.best_fit import BestFitRows
 from torchtitan.data.rows.concat import ConcatRows
 from torchtitan.data.rows.documents import DocumentRows
@@ -72,4 +75,10 @@ def _documents_of(tokens: Tokens, packing: Packing) -> Documents:
             f'"{packing}" needs to know where documents begin, and the token files have no index that says so; '
             'bring it, or set this to "concat"',
         )
-    return tokens.documents
+    documents = tokens.documents
+    # More tokens than documents: one of these has two.
+    if not isinstance(tokens, StreamTokens) and len(tokens) <= len(documents):
+        starts = documents.starts(0, len(documents))
+        if np.diff(starts, append=len(tokens)).max() < 2:
+            raise ConfigError(KEY, "no document has two tokens, and of a single one nothing is to be learned")
+    return documents

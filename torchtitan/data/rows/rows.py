@@ -45,21 +45,27 @@ class SourceRows(Rows, Protocol):
 
 
 class ToldRows:
-    """``rows`` of one source of several: what is wrong with one is told by the keys and the name of that source, as
-    ``errors.keys_told_as`` does."""
+    """``rows`` of one data set of several: what is wrong with one of them is told by the keys and the name of that set,
+    as ``errors.keys_told_as`` does."""
 
-    def __init__(self, rows: SourceRows, told_as: Mapping[str, str], name: str) -> None:
+    def __init__(self, rows: Rows, told_as: Mapping[str, str], name: str) -> None:
         self.seq_len, self.fingerprint = rows.seq_len, rows.fingerprint
         self._rows, self._told_as, self._name = rows, dict(told_as), name
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with keys_told_as(self._told_as, self._name):
+            return self._rows[row]
+
+
+class ToldSource(ToldRows):
+    """The same of a source."""
+
+    _rows: SourceRows
 
     @property
     def rows_per_epoch(self) -> int:
         with keys_told_as(self._told_as, self._name):
             return self._rows.rows_per_epoch
-
-    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with keys_told_as(self._told_as, self._name):
-            return self._rows[row]
 
 
 class Windows(SourceRows, Protocol):

@@ -15,7 +15,7 @@ import torch
 
 from torchtitan.data.batch import IGNORE_INDEX
 from torchtitan.data.files import KEY
-from torchtitan.data.rows.rows import Rows, SourceRows, fingerprint_of, restart_at
+from torchtitan.data.rows.rows import Rows, SourceRows, ToldRows, fingerprint_of, restart_at
 from torchtitan.data.tokens.store import Tokens
 from torchtitan.data.tokens.stream import StreamTokens
 from torchtitan.errors import ConfigError
@@ -31,6 +31,15 @@ class FiniteRows(Rows, Protocol):
 
 RowsOnce = Callable[[int | None], FiniteRows]
 """Gives the first so many rows, or as many as there are; None: all of them."""
+
+
+class ToldTable(ToldRows):
+    """The same of rows that end."""
+
+    _rows: FiniteRows
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 class WindowsOnce:
