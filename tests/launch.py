@@ -24,6 +24,10 @@ _context.set_forkserver_preload(
 )
 
 
+Main = Callable[[list[str]], int]
+"""What a command is: of its words the exit code."""
+
+
 class RanksFailed(AssertionError):
     """A rank raised, died or ran out of time; the message is the first failing rank's error."""
 
@@ -131,7 +135,7 @@ def started_main(
 
 
 def run_main(
-    main: Callable[[list[str]], int], argv: Sequence[str], *, folder: Path, path: str = "", timeout: float = 120.0
+    main: Main, argv: Sequence[str], *, folder: Path, path: str = "", timeout: float = 120.0
 ) -> tuple[int | None, str]:
     """How it ended, None if it did not in time, and what it printed."""
     with started_main(main, argv, folder=folder, path=path) as process:
