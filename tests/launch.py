@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -21,6 +22,10 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "torchtitan.trainer"]
 )
+
+
+Main = Callable[[list[str]], int]
+"""What a command is: of its words the exit code."""
 
 
 class RanksFailed(AssertionError):
@@ -111,6 +116,46 @@ def _rank(target: Callable[..., Any], rank: int, ranks: int, folder: Path, args:
     except BaseException:
         (folder / f"error-{rank}").write_text(f"rank {rank} failed:\n{traceback.format_exc()}")
         os._exit(1)
+
+
+@contextlib.contextmanager
+def started_main(
+    main: Callable[[list[str]], int], argv: Sequence[str], *, folder: Path, path: str = ""
+) -> Iterator[Any]:
+    """A process of ``main(argv)`` in ``folder``, as ``python -m`` would start it with ``path`` on its own, but for the
+    seconds that imports take. What it prints goes into the file ``printed`` there; it is killed at the end."""
+    process = _context.Process(target=_main, args=(main, list(argv), folder, path, dict(os.environ)))
+    process.start()
+    try:
+        yield process
+    finally:
+        if process.is_alive() and process.pid:
+            _kill_session(process.pid)
+        process.join()
+
+
+def run_main(
+    main: Main, argv: Sequence[str], *, folder: Path, path: str = "", timeout: float = 120.0
+) -> tuple[int | None, str]:
+    """How it ended, None if it did not in time, and what it printed."""
+    with started_main(main, argv, folder=folder, path=path) as process:
+        process.join(timeout)
+        code = process.exitcode
+    return code, (folder / "printed").read_text()
+
+
+def _main(
+    main: Callable[[list[str]], int], argv: list[str], folder: Path, path: str, environment: dict[str, str]
+) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path.insert(0, path or str(folder))
+    printed = os.open("printed", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    sys.exit(main(argv))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from tests.conftest import CHECKOUT
 from tests.launch import run_command
@@ -28,7 +29,7 @@ def on_path(environment: dict[str, str]) -> dict[str, str]:
     return {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **environment}
 
 
-def end(folder: Path) -> dict[str, object]:
+def end(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "end.json").read_text())
 
 

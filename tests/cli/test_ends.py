@@ -1,18 +1,15 @@
-"""How runs of the commands end: by an error, a signal, a kill, a time limit, another run."""
+"""How runs of the commands end: by an error, a kill, another run; asked to: test_signals.py."""
 
-import contextlib
 import os
-import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import TORCHRUN, TRAIN, end, launch, on_path, run, wait_for_step
+from tests.cli.commands import end, launch, on_path, wait_for_step
 from tests.conftest import CHECKOUT
 from tests.launch import children_of, started, with_descendants
 from tests.runs import metrics, tiny_argv
@@ -56,28 +53,6 @@ def test_an_error_on_one_rank_ends_all_and_is_the_last_thing_shown(tmp_path: Pat
     assert (left["reason"], left["exit_code"], left["rank"], left["step"]) == ("failed", 1, rank, 2)
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)], ids=["TERM", "USR1"])
-def test_a_signal_ends_the_step_saves_and_exits_75(tmp_path: Path, number: signal.Signals, ranks: int) -> None:
-    argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable", "--checkpoint.interval=100000")
-    workers = ["--training.dataloader.num_workers=1"]
-    environment = {**os.environ, **on_path({"NGPU": str(ranks)})}
-    with started(
-        ["./run_train.sh", *argv, *workers],
-        cwd=CHECKOUT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as process:
-        wait_for_step(tmp_path / "run", 3)
-        process.send_signal(number)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    left = end(tmp_path / "run")
-    assert (left["reason"], left["exit_code"]) == ("stopped", 75)
-    assert [p.name for p in (tmp_path / "run" / "checkpoint").iterdir()] == [f"step-{left['step']}"]
-    assert metrics(tmp_path / "run")[-1]["step"] == left["step"]
-
-
 def test_a_killed_rank_is_named_and_takes_all_along(tmp_path: Path) -> None:
     """Of four that hold two stages, each spread over two."""
     layout = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
@@ -105,55 +80,9 @@ def test_a_killed_rank_is_named_and_takes_all_along(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
-@contextlib.contextmanager
-def running_under_torchrun(argv: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """At its third step or a later one."""
-    with started([*TORCHRUN, *argv], cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        wait_for_step(folder, 3)
-        yield process
-
-
-def test_plain_torchrun_stops_when_everything_is_signalled_and_goes_on(tmp_path: Path) -> None:
-    """As a scheduler does; torchrun passes it on, so that each rank and loader worker gets it twice."""
-    folder = tmp_path / "run"
-    argv = tiny_argv(tmp_path, "--checkpoint.enable", "--training.dataloader.num_workers=2")
-    with running_under_torchrun([*argv, "--training.steps=100000"], folder) as process:
-        everything = with_descendants(process.pid)
-        assert len(everything) == 1 + 2 + 4
-        for pid in everything:
-            os.kill(pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    left = end(folder)
-    assert (left["reason"], left["exit_code"]) == ("stopped", 75), output
-    assert f"stopped at step {left['step']} after SIGINT" in output
-    assert [p.name for p in (folder / "checkpoint").iterdir()] == [f"step-{left['step']}"]
-
-    again = run([*TORCHRUN, *argv, f"--training.steps={left['step'] + 2}"])
-    assert again.returncode == 0, again.stderr
-    assert [line["step"] for line in metrics(folder)] == list(range(1, left["step"] + 3))
-    assert end(folder)["reason"] == "done"
-
-
-def test_all_ranks_end_with_75_when_one_is_signalled(tmp_path: Path) -> None:
-    argv = tiny_argv(tmp_path, "--checkpoint.enable", "--training.steps=100000")
-    with running_under_torchrun(argv, tmp_path / "run") as process:
-        os.kill(children_of(process.pid)[1], signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
-    # torchrun signals the others once the first has gone, and would show that as their end.
-    assert re.findall(r"exitcode +: (-?\d+)", output) == ["75", "75"]
-    assert "after SIGTERM" in output, "rank 0 was not asked, and tells the reason all the same"
-    assert [p.name for p in (tmp_path / "run" / "checkpoint").iterdir()] == [f"step-{end(tmp_path / 'run')['step']}"]
-
-
-def test_the_time_limit_ends_the_run_like_a_signal(tmp_path: Path) -> None:
-    argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable", "--job.max_duration_minutes=0.1")
-    ended = run([*TRAIN, *argv])
-    assert ended.returncode == 75, ended.stderr
-    assert "max_duration_minutes" in ended.stderr
-
-
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
-    argv = tiny_argv(tmp_path, "--training.steps=100000")
+    """And the first, which has nothing to do with the second, still ends as it is asked to."""
+    argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable", "--checkpoint.interval=100000")
     environment = {**os.environ, **on_path({"NGPU": "1"})}
     with started(
         ["./run_train.sh", *argv], cwd=CHECKOUT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -168,10 +97,13 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
         assert not (tmp_path / "run" / "end.json").exists()
         for pid in everything:
             os.kill(pid, signal.SIGCONT)
-        first.send_signal(signal.SIGTERM)
+        first.send_signal(signal.SIGUSR1)
         first.wait(60)
     assert first.returncode == 75
-    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 1 + end(tmp_path / "run")["step"]))
+    left = end(tmp_path / "run")
+    assert (left["reason"], left["exit_code"]) == ("stopped", 75)
+    assert [p.name for p in (tmp_path / "run" / "checkpoint").iterdir()] == [f"step-{left['step']}"]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 1 + left["step"]))
 
 
 def test_two_runs_do_not_share_a_folder_of_steps(tmp_path: Path) -> None:
@@ -184,36 +116,3 @@ def test_two_runs_do_not_share_a_folder_of_steps(tmp_path: Path) -> None:
         pass
     with owned("c"), owned("d", "--checkpoint.folder=."):
         pass
-
-
-def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
-    (tmp_path / "slow_parts.py").write_text(
-        "import time\nfrom torchtitan.loss.losses import LOSSES\n"
-        "@LOSSES.register('slow')\ndef slow():\n    open('started', 'w').close()\n    time.sleep(100)\n"
-    )
-    argv = tiny_argv(tmp_path, "--job.imports=slow_parts", "--loss.name=slow")
-    environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{tmp_path}"}
-    with started([*TRAIN, *argv], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == -signal.SIGTERM
-    assert not (tmp_path / "run").exists()
-
-
-def test_workers_of_a_killed_launcher_save_and_end(tmp_path: Path) -> None:
-    argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable")
-    environment = {**os.environ, **on_path({"NGPU": "2"})}
-    with started(
-        ["./run_train.sh", *argv], cwd=CHECKOUT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        wait_for_step(tmp_path / "run", 3)
-        process.kill()
-        process.wait()
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and not (tmp_path / "run" / "end.json").exists():
-        time.sleep(0.1)
-    left = end(tmp_path / "run")
-    assert left["exit_code"] == 75
-    assert [p.name for p in (tmp_path / "run" / "checkpoint").iterdir()] == [f"step-{left['step']}"]

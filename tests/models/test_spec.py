@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.runs import tiny_argv
 from torchtitan.config import load_config
@@ -24,6 +26,34 @@ def test_a_flavor_from_outside() -> None:
         spec.add_flavor("small", small)
     with pytest.raises(ValueError, match="must be Llama3Args, not dict"):
         spec.add_flavor("smaller", {})
+
+
+class Drawing(nn.Module):
+    """A model that draws its weights itself, in the ways that there are."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(args.vocab_size, args.dim)
+        self.linear = nn.Linear(args.dim, 3)
+        nn.init.trunc_normal_(tensor=self.linear.weight, std=0.02)
+        nn.init.zeros_(self.linear.bias)
+        self.gate = nn.Parameter(torch.empty(args.dim).normal_().mul_(2).unsqueeze_(0))
+
+
+def test_shapes_are_told_without_drawing_what_is_drawn_by_name_later() -> None:
+    """Of which torch would import its compiler (tests/architecture)."""
+    llama3 = MODELS.get("llama3")
+    before = torch.get_rng_state()
+    model = dataclasses.replace(llama3, cls=Drawing).build_meta(llama3.flavors["debugmodel"])
+    assert torch.equal(torch.get_rng_state(), before)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.is_meta and p.requires_grad}
+    dim, vocab = llama3.flavors["debugmodel"].dim, llama3.flavors["debugmodel"].vocab_size
+    assert shapes == {
+        "gate": (1, dim),
+        "embedding.weight": (vocab, dim),
+        "linear.weight": (3, dim),
+        "linear.bias": (3,),
+    }
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 No family stands here, and nothing about how a model is spread over devices.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from torchtitan.models.init import Rule
 from torchtitan.models.twin import Twin
@@ -66,6 +67,25 @@ def _matches(name: str, pattern: str) -> bool:
     """Part by part, so that a star stands for one name."""
     names, patterns = name.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+class _Unfilled(TorchFunctionMode):
+    """Modules draw no weights of their own, as theirs are drawn by name later: on the meta device that would give
+    nothing, and take seconds, for torch imports its compiler to do so."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in _DRAWS or (getattr(func, "__module__", None) == nn.init.__name__ and func.__name__.endswith("_")):
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
+
+
+_DRAWS = {
+    getattr(Tensor, f"{name}_")
+    for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
+}
 
 
 @dataclass(frozen=True)
@@ -132,7 +152,7 @@ class ModelSpec:
 
     def build_meta(self, args: Any) -> nn.Module:
         """The model with shapes and no memory, ties in place."""
-        with torch.device("meta"):
+        with torch.device("meta"), _Unfilled():
             return self.cls(args)
 
     def count_parameters(self, args: Any) -> int:

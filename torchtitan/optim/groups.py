@@ -5,9 +5,11 @@ How a parameter is updated is in the optimizers' own files, the rate over time i
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -198,13 +200,14 @@ def _try(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:
     stand_ins = [(name, torch.nn.Parameter(torch.zeros([1] * len(shape)))) for name, shape in shapes.items()]
     does = "be built"
     try:
-        optimizer = group.builder(group.settings(stand_ins))
+        with _no_graph():
+            optimizer = group.builder(group.settings(stand_ins))
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"what builds it must return a torch.optim.Optimizer, not {optimizer!r}")
         for _, stand_in in stand_ins:
             stand_in.grad = torch.zeros_like(stand_in)
         does = "make a step"
-        optimizer.step()
+        _step(optimizer)
     except ConfigError:
         raise
     except Exception as error:  # whatever somebody's own optimizer makes of its options
@@ -217,6 +220,27 @@ def _try(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:
                     f"{group.optimizer} keeps {name!r} of a parameter as {type(value).__name__}; only tensors can be "
                     "saved, so keep one",
                 )
+
+
+@contextlib.contextmanager
+def _no_graph() -> Iterator[None]:
+    """An optimizer built herein does without torch's compiler, which keeps groups out of its graphs and takes seconds
+    to import: a trial has no graph, and whoever only checks a configuration never needs one."""
+    kept = Optimizer.add_param_group
+    Optimizer.add_param_group = inspect.unwrap(kept)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.add_param_group = kept  # type: ignore[method-assign]
+
+
+def _step(optimizer: Optimizer) -> None:
+    """Let it make a step; torch's own without what imports the compiler, for the same reason."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        optimizer.step()
+        return
+    with torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)):
+        inspect.unwrap(type(optimizer).step)(optimizer)
 
 
 def _check_exist(key: str, patterns: Sequence[str], names: Iterable[str], tied: Mapping[str, str]) -> None:
