@@ -22,6 +22,31 @@ NO_TOKEN_PROGRAMS = "datatrove and megatron-core are not installed"
 ALLOWED_SKIPS = (NO_SHARED, NO_GPU, NO_TOKEN_PROGRAMS)
 
 
+LONG = (
+    *("cli/test_signals.py", "cli/test_ends.py", "equivalence/test_pipelines_combined.py"),
+    *("equivalence/test_pipelines.py", "evaluate/test_layouts.py", "equivalence/test_layouts.py"),
+    *("checkpoint/test_pairs.py", "cli/test_commands.py", "golden/test_resume.py", "checkpoint/test_faults.py"),
+    *(
+        "docs/test_commands.py",
+        "distributed/test_pipeline.py",
+        "extend/test_example.py",
+        "equivalence/test_families.py",
+    ),
+    *("checkpoint/test_checkpointer.py", "equivalence/test_muon.py", "checkpoint/test_remote.py"),
+)
+"""Files that take long, the longest first: at the end of a run nobody shall wait for one of them."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):  # xdist would put the files with most tests first
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {CHECKOUT / "tests" / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(LONG)))
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Files made by other programs; tests that want them are skipped where the folder is missing."""

@@ -120,11 +120,12 @@ def _rank(target: Callable[..., Any], rank: int, ranks: int, folder: Path, args:
 
 @contextlib.contextmanager
 def started_main(
-    main: Callable[[list[str]], int], argv: Sequence[str], *, folder: Path, path: str = ""
+    main: Main, argv: Sequence[str], *, folder: Path, path: Path | None = None, **environment: str
 ) -> Iterator[Any]:
-    """A process of ``main(argv)`` in ``folder``, as ``python -m`` would start it with ``path`` on its own, but for the
-    seconds that imports take. What it prints goes into the file ``printed`` there; it is killed at the end."""
-    process = _context.Process(target=_main, args=(main, list(argv), folder, path, dict(os.environ)))
+    """A process of ``main(argv)`` in ``folder``, with packages of ``path`` too, as ``python -m`` would start it but for
+    the seconds that imports take. What it prints goes into the file ``printed`` there; it is killed at the end."""
+    arguments = (main, list(argv), folder, path or folder, {**os.environ, **environment})
+    process = _context.Process(target=_main, args=arguments)
     process.start()
     try:
         yield process
@@ -135,7 +136,7 @@ def started_main(
 
 
 def run_main(
-    main: Main, argv: Sequence[str], *, folder: Path, path: str = "", timeout: float = 120.0
+    main: Main, argv: Sequence[str], *, folder: Path, path: Path | None = None, timeout: float = 120.0
 ) -> tuple[int | None, str]:
     """How it ended, None if it did not in time, and what it printed."""
     with started_main(main, argv, folder=folder, path=path) as process:
@@ -144,14 +145,12 @@ def run_main(
     return code, (folder / "printed").read_text()
 
 
-def _main(
-    main: Callable[[list[str]], int], argv: list[str], folder: Path, path: str, environment: dict[str, str]
-) -> None:
+def _main(main: Main, argv: list[str], folder: Path, path: Path, environment: dict[str, str]) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.path.insert(0, path or str(folder))
+    sys.path.insert(0, str(path))
     printed = os.open("printed", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(printed, 1)
     os.dup2(printed, 2)

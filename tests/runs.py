@@ -101,8 +101,11 @@ def whole_parameters(tensors: Mapping[str, torch.Tensor], world: World) -> dict[
     # It notes that a tensor split in two directions comes together in two steps.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     mine = {name: t.full_tensor().clone() if isinstance(t, DTensor) else t.clone() for name, t in tensors.items()}
+    holder: dict[str, int] = {}
+    for rank, names in enumerate(world.gather(list(mine))):
+        holder |= {name: rank for name in names if name not in holder}
     stages: dict[str, torch.Tensor] = {}
-    for theirs in reversed(world.gather(mine)):
+    for theirs in world.gather({name: t for name, t in mine.items() if holder[name] == world.rank}):
         stages |= theirs
     return stages
 

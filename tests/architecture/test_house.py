@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torchtitan"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -209,3 +211,7 @@ def test_what_is_checked_before_a_run_imports_nothing_that_spreads_or_compiles_a
     """
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert shown.stdout.strip() == "[]", shown.stderr
+
+
+def test_files_that_are_started_first_are_there() -> None:
+    assert not [name for name in LONG if not (ROOT / "tests" / name).is_file()]

@@ -6,9 +6,11 @@ python -m tests.docs.commands FILE FOLDER, where FOLDER takes the modules that t
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -183,11 +185,16 @@ def _script(name: str, arguments: list[str]) -> str | None:
 
 def _offers(help_command: list[str], arguments: list[str]) -> str | None:
     """Whether the help names every option of ``arguments``."""
-    ended = subprocess.run(help_command, capture_output=True, text=True, timeout=60, cwd=CHECKOUT)
+    ended = _help(tuple(help_command))
     if ended.returncode:
         return f"{' '.join(help_command[1:])} ends with {ended.returncode}"
     options = [word.partition("=")[0] for word in arguments if word.startswith("--") and "." not in word]
     return next((f"its help does not name {option}" for option in options if option not in ended.stdout), None)
+
+
+@functools.cache
+def _help(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=CHECKOUT)
 
 
 def _extras() -> set[str]:
@@ -244,5 +251,12 @@ def problems(file: Path, folder: Path) -> list[str]:
     return [*found, *dict.fromkeys(unknown_keys(text)), *bad_toml(text, folder)]
 
 
+def main(argv: list[str]) -> int:
+    """Print what is wrong in the file, as a list in JSON."""
+    os.chdir(CHECKOUT)  # names of presets are seen from there
+    print(json.dumps(problems(Path(argv[0]), Path(argv[1]))))
+    return 0
+
+
 if __name__ == "__main__":
-    print(json.dumps(problems(Path(sys.argv[1]), Path(sys.argv[2]))))
+    sys.exit(main(sys.argv[1:]))

@@ -4,29 +4,23 @@ That the README's first commands train and test is proved by .ci/run, which runs
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import CHECKOUT
 from tests.docs.commands import commands
+from tests.docs.commands import main as read_document
+from tests.launch import run_main
 
 DOCUMENTS = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").rglob("*.md")])
 
 
 def problems(file: Path, folder: Path) -> list[str]:
     """Of one file, read in a process of its own."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.docs.commands", str(file), str(folder)],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert ended.returncode == 0, ended.stderr
-    found: list[str] = json.loads(ended.stdout.splitlines()[-1])
+    code, printed = run_main(read_document, [str(file), str(folder)], folder=folder)
+    assert code == 0, printed
+    found: list[str] = json.loads(printed.splitlines()[-1])
     return found
 
 
