@@ -199,3 +199,8 @@ def test_what_is_checked_before_a_run_imports_nothing_that_spreads_a_model() -> 
     code = f"import sys, torchtitan.resolve; print([name for name in {heavy} if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+def test_home_folders_are_written_out_in_one_place() -> None:
+    found = {str(path.relative_to(PACKAGE)) for path in FILES if "expanduser(" in path.read_text()}
+    assert found == {"config/paths.py"}, "pathlib's raises RuntimeError for a user who is not there"

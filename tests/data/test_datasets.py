@@ -151,10 +151,21 @@ class TestC4Test:
         assert len(said) == 1 and "python_docs" in said[0]
 
 
-@pytest.mark.parametrize("name", ["text", "jsonl"])
-def test_files_need_a_path(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"the dataset {name} needs"):
-        build(name, None)
+@pytest.mark.parametrize("path", [None, ""])
+@pytest.mark.parametrize("name", ["text", "jsonl", "c4_test", "c4", "hub", "parquet", "nanoset", "megatron"])
+def test_files_need_a_path(name: str, path: str | None) -> None:
+    """An empty one, which a shell makes of a variable that is not set, is not the working directory."""
+    if path is None and name.startswith("c4"):
+        return  # it means data of its own
+    with pytest.raises(ConfigError, match=f"the dataset {name.replace('c4_test', 'jsonl')} needs"):
+        build(name, path)
+
+
+@pytest.mark.parametrize("name", ["text", "jsonl", "c4", "hub", "parquet", "nanoset", "megatron"])
+def test_a_path_in_the_home_of_nobody(name: str) -> None:
+    with pytest.raises(ConfigError, match="no home folder ~nobody9") as error:
+        build(name, "~nobody9/x")
+    assert error.value.key == "training.dataset_path"
 
 
 def test_fingerprint_follows_what_the_documents_depend_on(tmp_path: Path) -> None:

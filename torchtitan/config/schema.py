@@ -7,13 +7,13 @@ not listed here: their signatures declare them.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
 from torchtitan.config.options import Option, option_from_field
+from torchtitan.config.paths import written_out
 from torchtitan.errors import UNKNOWN
 
 Dtype = Literal["float32", "bfloat16"]
@@ -28,7 +28,7 @@ def _path_text(text: str) -> str:
     """Home folders written out; ValueError for a name that no file system takes."""
     if "\0" in text or any(len(part.encode(errors="surrogateescape")) > 255 for part in text.split("/")):
         raise ValueError("is no path: a name in it is longer than 255 bytes, or has a zero byte")
-    return os.path.expanduser(text)
+    return written_out(text)
 
 
 PathText = Annotated[str, AfterValidator(_path_text)]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from torchtitan.config.paths import local_path
 from torchtitan.data.compressed import MAGIC_BYTES, DamagedError, compression, is_decompressed, open_text
 from torchtitan.errors import ConfigError
 
@@ -68,7 +69,7 @@ def find_files(path: str, suffixes: Sequence[str], more_endings: Sequence[str] =
     After a suffix there may stand one of ``more_endings``. Sorted by name. ConfigError where there is nothing, or
     nothing but empty files.
     """
-    given = Path(path).expanduser()
+    given = local_path(path, KEY)
     if given.is_file():
         root, found = given.parent, [given]
     elif given.is_dir():

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan.config.paths import local_path
 from torchtitan.data.tokenizer import KEY
 from torchtitan.errors import ConfigError
 
@@ -44,7 +45,7 @@ def find_tokenizer_file(path: str, kind: FileKind) -> Path:
     """
     if path == "":
         raise ConfigError(KEY, f"tokenizer.name = {kind.name} needs {kind.what} here, or the folder that holds it")
-    given = Path(path).expanduser()
+    given = local_path(path, KEY)
     if given.is_dir():
         return _in_folder(given, path, kind)
     if not given.is_file():

@@ -11,11 +11,11 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from torchtitan.config.paths import local_path
 from torchtitan.data.columns import ROWS_AT_ONCE, column_problem, texts
 from torchtitan.data.datasets import (
     DATASETS,
@@ -213,7 +213,7 @@ def _documents(
 
 def is_saved(path: str) -> bool:
     """Whether ``save_to_disk`` made the folder at ``path``."""
-    folder = Path(path).expanduser()
+    folder = local_path(path, KEY)
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
@@ -221,7 +221,7 @@ def _load_saved(path: str, split: str, text_key: str) -> datasets.Dataset:
     import datasets
 
     with plainly(path):
-        found = datasets.load_from_disk(str(Path(path).expanduser()))
+        found = datasets.load_from_disk(str(local_path(path, KEY)))
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise ConfigError(KEY, f"{path}: no split {split!r} (there are: {', '.join(found)}; set data.args.split)")
@@ -234,7 +234,7 @@ def _open(
     path: str, config: str | None, revision: str | None, data_files: list[str]
 ) -> tuple[str | None, datasets.DatasetBuilder]:
     """The commit of data at the hub, where it is known, and the library's builder of the data."""
-    local = Path(path).expanduser()
+    local = local_path(path, KEY)
     commit = None
     if local.is_file():
         raise ConfigError(
