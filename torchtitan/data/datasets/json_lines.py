@@ -70,8 +70,8 @@ def _read_lines(span: Span, text_key: str) -> Iterator[str | Skipped]:
 def _decoded(content: str, text_key: str, spellings: Collection[str]) -> object:
     """A line of JSON; ValueError where it is none, and where its text is there twice (of which JSON's last wins).
 
-    ``spellings`` are those of the key. Few lines have one twice, in a table of their own: only they are looked at pair by
-    pair, which in Python costs more than all the rest.
+    ``spellings`` are those of the key. Few lines have one twice, and only they are looked at pair by pair, which in
+    Python costs more than all the rest.
     """
     try:
         if max(map(content.count, spellings)) < 2:
