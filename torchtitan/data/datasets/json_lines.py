@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from torchtitan.data.compressed import DamagedError
 from torchtitan.data.datasets import DATASETS, OnBadRecord, Skipped, TextSource, needed
@@ -50,14 +50,13 @@ def _read_jsonl(span: Span, *, text_key: str) -> Iterator[str | Skipped]:
 
 
 def _read_lines(span: Span, text_key: str) -> Iterator[str | Skipped]:
-    spellings = {json.dumps(text_key, ensure_ascii=escaped) for escaped in (True, False)}
     for offset, line in read_lines(span):
         found: str | Skipped
         try:
             content = line.decode("utf-8-sig" if offset == 0 else "utf-8")
             if not content.strip():
                 continue
-            found = _text_of(_decoded(content, text_key, spellings), text_key)
+            found = _text_of(_decoded(content), text_key)
         except UnicodeDecodeError as error:
             found = Skipped(not_utf8(error), span.file, offset)
         except json.JSONDecodeError as error:
@@ -67,31 +66,16 @@ def _read_lines(span: Span, text_key: str) -> Iterator[str | Skipped]:
         yield found
 
 
-def _decoded(content: str, text_key: str, spellings: Collection[str]) -> object:
-    """A line of JSON; ValueError where it is none, and where its text is there twice (of which JSON's last wins).
-
-    ``spellings`` are those of the key. Few lines have one twice, and only they are looked at pair by pair, which in
-    Python costs more than all the rest.
-    """
+def _decoded(content: str) -> object:
+    """A line of JSON; ValueError where it is none."""
     try:
-        if max(map(content.count, spellings)) < 2:
-            return json.loads(content)
-        outermost: list[tuple[str, object]] = []
-
-        def keep(pairs: list[tuple[str, object]]) -> dict[str, object]:
-            outermost[:] = pairs  # which is closed last
-            return dict(pairs)
-
-        record = json.loads(content, object_pairs_hook=keep)
+        return json.loads(content)
     except json.JSONDecodeError:
         raise
     except ValueError:  # which Python has of one thing only
         raise ValueError("a number of thousands of digits") from None
     except RecursionError:
         raise ValueError("lists or objects within each other, too deep to read") from None
-    if isinstance(record, dict) and sum(name == text_key for name, _ in outermost) > 1:
-        raise ValueError(f"the key {text_key!r} is there twice")
-    return record
 
 
 def _text_of(record: object, text_key: str) -> str:
