@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,10 @@ def divisors(*numbers: int) -> str:
     return ", ".join(str(d) for d in itertools.islice(found, 24))
 
 
+class LostProcessError(RuntimeError):
+    """A process that a run needs has ended: which, how, and what usually ends one so."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be used, or could not be written: which, why, and what to do."""
 
@@ -64,6 +68,13 @@ def brief(text: str) -> str:
     """``text`` of a stranger on one line of an error."""
     line = text if text.isprintable() else " ".join(ascii(text)[1:-1].split())
     return line if len(line) <= 100 else f"{line[:99]}…"
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Names that strangers gave, as many as an error can show, or "none"."""
+    told = list(names)
+    more = f" and {len(told) - most:,} more" if len(told) > most else ""
+    return f"{', '.join(map(brief, told[:most])) or 'none'}{more}"
 
 
 def one_line(error: BaseException) -> str:

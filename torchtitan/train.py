@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan import __version__
 from torchtitan.config import ConfigError, JobConfig, describe_error, help_text, load_config, to_toml
-from torchtitan.errors import CheckpointError
+from torchtitan.errors import CheckpointError, LostProcessError
 from torchtitan.log import init_logger, logger, read_in_part
 from torchtitan.platforms import check_platform, check_processes
 from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, LAUNCHER, STOPPED, End
@@ -150,7 +150,7 @@ def fail(error: BaseException, config: JobConfig, step: int | None) -> int:
     """Say what went wrong, once for all ranks; returns the exit code."""
     if isinstance(error, ConfigError):
         end = End("config", BAD_CONFIG, step, describe_error(error, config))
-    elif isinstance(error, (CheckpointError, ArithmeticError)):
+    elif isinstance(error, (CheckpointError, LostProcessError, ArithmeticError)):
         end = End("failed", FAILED, step, str(error))
     elif isinstance(error, KeyboardInterrupt):
         end = End("failed", FAILED, step, "interrupted before it could save")

@@ -215,3 +215,8 @@ def test_what_is_checked_before_a_run_imports_nothing_that_spreads_or_compiles_a
 
 def test_files_that_are_started_first_are_there() -> None:
     assert not [name for name in LONG if not (ROOT / "tests" / name).is_file()]
+
+
+def test_home_folders_are_written_out_in_one_place() -> None:
+    found = {str(path.relative_to(PACKAGE)) for path in FILES if "expanduser(" in path.read_text()}
+    assert found == {"config/paths.py"}, "pathlib's raises RuntimeError for a user who is not there"

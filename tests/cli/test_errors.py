@@ -7,6 +7,7 @@ import pytest
 
 from tests.runs import tiny_argv
 from torchtitan.config import load_config
+from torchtitan.errors import LostProcessError
 from torchtitan.train import fail
 
 
@@ -24,6 +25,11 @@ def test_who_waited_in_vain_says_so_last(tmp_path: Path, capsys: pytest.CaptureF
     last = told.strip().splitlines()[-1]
     assert last.startswith("another rank did not answer within comm.train_timeout_seconds=8 ")
     assert last in capsys.readouterr().err
+
+
+def test_a_process_that_was_lost_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert failed_with(LostProcessError("a worker was killed"), tmp_path) == "a worker was killed"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), TimeoutError("the bucket timed out")])

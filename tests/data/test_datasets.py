@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from torchtitan.data import files
+from torchtitan.data.columns import column_problem
 from torchtitan.data.datasets import DATASETS, Passage, Skipped, TextSource
 from torchtitan.errors import ConfigError
 
@@ -95,8 +97,10 @@ BAD_RECORDS = [
     (b'["text"]', "a JSON list where an object"),
     (b'{"text": "\xff"}', "not UTF-8 .byte 0xff"),
     (b'{"text": "\\ud800"}', "half of a surrogate pair"),
-    (b'{"text": ' + b"9" * 5000 + b"}", "integer string conversion"),
-    (b"[" * 100_000, "recursion"),
+    (b'{"text": ' + b"9" * 5000 + b"}", "a number of thousands of digits"),
+    (b"[" * 100_000, "too deep to read"),
+    (b'{"a\\nb": 1, "c": 2}', r"there are: a\\nb, c; set"),
+    (b"{" + b", ".join(b'"%d": 0' % n for n in range(1000)) + b"}", "6, 7 and 992 more;"),
 ]
 
 
@@ -151,10 +155,21 @@ class TestC4Test:
         assert len(said) == 1 and "python_docs" in said[0]
 
 
-@pytest.mark.parametrize("name", ["text", "jsonl"])
-def test_files_need_a_path(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"the dataset {name} needs"):
-        build(name, None)
+@pytest.mark.parametrize("path", [None, ""])
+@pytest.mark.parametrize("name", ["text", "jsonl", "c4_test", "c4", "hub", "parquet", "nanoset", "megatron"])
+def test_files_need_a_path(name: str, path: str | None) -> None:
+    """An empty one, which a shell makes of a variable that is not set, is not the working directory."""
+    if path is None and name.startswith("c4"):
+        return  # it means data of its own
+    with pytest.raises(ConfigError, match=f"the dataset {name.replace('c4_test', 'jsonl')} needs"):
+        build(name, path)
+
+
+@pytest.mark.parametrize("name", ["text", "jsonl", "c4", "hub", "parquet", "nanoset", "megatron"])
+def test_a_path_in_the_home_of_nobody(name: str) -> None:
+    with pytest.raises(ConfigError, match="no home folder ~nobody9") as error:
+        build(name, "~nobody9/x")
+    assert error.value.key == "training.dataset_path"
 
 
 def test_fingerprint_follows_what_the_documents_depend_on(tmp_path: Path) -> None:
@@ -167,3 +182,20 @@ def test_fingerprint_follows_what_the_documents_depend_on(tmp_path: Path) -> Non
     other.append(build("jsonl", path))
     assert len({s.fingerprint for s in same}) == 1
     assert len({s.fingerprint for s in same + other}) == 1 + len(other)
+
+
+def test_a_link_to_nothing_is_told_as_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "b.txt").symlink_to("gone.txt")
+    with pytest.raises(ConfigError, match=r"cannot read .*b\.txt: it is a symbolic link to gone\.txt, which is not"):
+        build("text", tmp_path)
+
+
+def test_names_of_strangers_are_few_and_on_one_line() -> None:
+    """Columns as well as the keys of JSON."""
+    schema = pa.schema([(f"a\n{n}", pa.string()) for n in range(1000)])
+    problem = column_problem(schema, "text") or ""
+    assert "\n" not in problem and "a\\n7 and 992 more; set" in problem
+    kind = pa.struct([(f"a\n{n}", pa.string()) for n in range(1000)])
+    problem = column_problem(pa.schema([("text", kind)]), "text") or ""
+    assert "\n" not in problem and len(problem) < 200

@@ -1,7 +1,9 @@
 """``python -m torchtitan.data encode``."""
 
+import gzip
 import io
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -128,7 +130,53 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert "unknown tokenizer 'hff'; did you mean hf?" in refused(capsys, tmp_path / "long.txt", "--tokenizer.name=hff")
     assert "unknown dataset 'txt'" in refused(capsys, tmp_path / "long.txt", "--as", "txt")
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"a\nb\xff")))
-    assert refused(capsys, "-") == "-: byte 3, in line 2, is not UTF-8 (0xff)\n"
+    assert refused(capsys, "-").startswith("-: -:2: not UTF-8 (byte 0xff); mend it")
+
+
+def test_standard_input_is_read_as_a_file_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kind that is asked for, compressed or not, and refused as a file is."""
+
+    def given(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+
+    words = ["-", "--as=jsonl", "--tokenizer.name=bytes"]
+    lines = b'{"text": "the"}\n{}\n{"text": "end"}\n'
+    for content in (lines, gzip.compress(lines)):
+        given(content)
+        assert "-: -:2: no key 'text'" in refused(capsys, *words)
+        given(content)
+        found = reported(capsys, "encode", *words, "--data.on_bad_record=skip")["files"][0]
+        assert (found["file"], found["documents"], found["tokens"], found["skipped"]) == ("-", 2, 6, 1)
+        assert found["first_skipped"].startswith("-:2: no key")
+    given(b"a\0b")
+    assert refused(capsys, "-").startswith("-: - is a binary file")
+    given(b"")
+    assert "there is no text in -" in refused(capsys, "-")
+
+
+def test_a_stream_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "the"}\n')
+    words = ["--as=hub", "--training.dataset=hub", "--data.args.streaming", "--tokenizer.name=bytes"]
+    assert "is a stream, whose end nobody knows" in refused(
+        capsys, "json", *words, f"--data.args.data_files={tmp_path}/a.jsonl"
+    )
+
+
+def test_one_large_id_costs_no_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tokenizer.model").write_text("\n".join(RANK_LINES))
+    (tmp_path / "a.txt").write_text("the<end>")
+    words = ["--tokenizer.name=tiktoken", f"--model.hf_assets_path={tmp_path}", "--data.add_bos=false"]
+    words += ["--tokenizer.special_tokens={'<end>' = 2147483647}", "--tokenizer.parse_special_tokens"]
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), limit[1]))
+    try:
+        found = reported(capsys, "encode", tmp_path / "a.txt", *words, "--data.eos_token=<end>")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert found["total"]["special_tokens"] == [{"id": 2**31 - 1, "token": "<end>", "count": 1}]
 
 
 def test_wrong_commands_and_help_need_no_torch() -> None:

@@ -204,3 +204,10 @@ class TestC4:
         with pytest.raises(ConfigError, match="is of the hub's stream") as error:
             self.read("c4", tmp_path, revision="main")
         assert error.value.key == "data.args.revision"
+
+
+def test_an_empty_stream_has_no_record(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    options = {"data_files": [str(tmp_path / "a.jsonl")], "streaming": True}
+    with pytest.raises(ConfigError, match="there is no record in it"):
+        DATASETS.bind("hub", options, key="data.args")("json", "raise")

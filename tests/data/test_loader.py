@@ -17,7 +17,7 @@ from torch.utils.data._utils import signal_handling
 
 from torchtitan.data.batch import IGNORE_INDEX, Batch
 from torchtitan.data.loader import Loader, Share, build_loader
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, LostProcessError
 
 SEQ_LEN = 4
 
@@ -219,6 +219,22 @@ class TestWorkers:
             time.sleep(0.3)
             seen += [rows_in(next(running)) for _ in range(10)]
         assert [row for step in seen for row in step] == list(range(88))
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+    def test_one_that_is_killed_is_told(self, number: signal.Signals) -> None:
+        """In a line, when its next step is asked for and not before."""
+        before = set(children(os.getpid()))
+        with loading(num_workers=2) as loader:
+            running = iter(loader)
+            next(running)
+            pid = min(set(children(os.getpid())) - before)
+            os.kill(pid, number)
+            assert await_end([pid], 3)
+            sum(range(10**5))  # where torch's handler would raise
+            with pytest.raises(LostProcessError, match=rf"process {pid}\) was killed by {number.name}") as error:
+                for _ in range(20):
+                    next(running)
+            assert ("memory is short" in str(error.value)) == (number == signal.SIGKILL)
 
     def test_survive_one_that_comes_while_they_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
         handlers = signal_handling._set_worker_signal_handlers

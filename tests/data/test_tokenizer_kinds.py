@@ -1,6 +1,7 @@
 """What holds for a tokenizer of any kind."""
 
 import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -271,7 +272,18 @@ class TestRankFiles:
             ({"special_tokens": ["<a>", ""]}, "special_tokens: holds an empty name"),
             ({"special_tokens": {"<a>": 259}}, "special_tokens: <a> has the id 259, which is a rank"),
             ({"special_tokens": {"<a>": 260, "<b>": 260}}, "special_tokens: <b> and <a> have the same id 260"),
+            (
+                {"special_tokens": {"<a>": 2**31}},
+                "special_tokens: <a> has an absurd id, 2147483648; ids end at 2147483647",
+            ),
+            ({"special_tokens": {"<a>": 10**99}}, "special_tokens: <a> has an absurd id, 1000"),
             ({"pattern": "("}, "pattern: is no regular expression"),
+            ({"pattern": r"\w*|\W+"}, "pattern: matches no text at all"),
+            ({"pattern": r"\w+|\s|(?=,)|\W"}, "pattern: matches no text at all"),
+            ({"pattern": r"\w+"}, r"pattern: leaves text out, such as '\x00'"),
+            ({"pattern": r"\w+|[^\w\n]+"}, r"pattern: leaves text out, such as '\n'"),
+            ({"pattern": r"\w+|[^\w\s]+|\s+$|\s(?=\w)|\s+(?=\n)"}, "pattern: leaves text out, such as "),
+            ({"pattern": r"[\x00-\x7f]+|\p{L}+"}, r"pattern: leaves text out, such as '\x80'"),
         ],
     )
     def test_bad_options(self, tmp_path: Path, options: dict[str, object], problem: str) -> None:
@@ -281,12 +293,12 @@ class TestRankFiles:
         assert f"tokenizer.{problem}" in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\x0e\n\x05<unk>", b"junk"])
+@pytest.mark.parametrize("content", [b"", b"\n\x0e\n\x05<unk>", b"junk", bytes(99), b"a text\n" * 9])
 def test_a_bad_sentencepiece_model(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.model").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"is not a model of sentencepiece: .") as error:
+    with pytest.raises(ConfigError, match=r"is not a model of sentencepiece: it is (empty|another kind)") as error:
         build("sentencepiece", tmp_path)
-    assert error.value.key == "model.hf_assets_path" and "\n" not in error.value.problem
+    assert error.value.key == "model.hf_assets_path" and "\n" not in error.value.problem and ".cc" not in str(error)
 
 
 def test_sentencepiece_without_bos_has_none(tmp_path: Path) -> None:
@@ -325,6 +337,51 @@ class TestHuggingFaceFiles:
         bpe = tokenizers.models.BPE({"t": 0, "h": 1, "th": 2}, [("t", "h")], dropout=0.5)
         (tmp_path / "tokenizer.json").write_text(tokenizers.Tokenizer(bpe).to_str())
         assert build("hf", tmp_path).encode_batch(["thth"] * 20) == [[2, 2]] * 20
+
+    def test_settings_of_another_tokenizer_are_refused(self, tmp_path: Path) -> None:
+        """Else BOS would be the id of a letter."""
+        bpe = tokenizers.models.BPE({"t": 0, "h": 1, "th": 2}, [("t", "h")])
+        (tmp_path / "tokenizer.json").write_text(tokenizers.Tokenizer(bpe).to_str())
+        for number, problem in (
+            (1, "gives the id 1 to <zero>, tokenizer.json to h; one"),
+            (2**31, "<zero> has an absurd id, 2147483648"),
+            ("9" * 5000, "<zero> has an absurd id, 999"),
+        ):
+            added = {number: {"content": "<zero>", "special": True}}
+            (tmp_path / "tokenizer_config.json").write_text(
+                json.dumps({"bos_token": "<zero>", "added_tokens_decoder": added})
+            )
+            with pytest.raises(ConfigError, match=problem) as error:
+                build("hf", tmp_path)
+            assert error.value.key == "model.hf_assets_path"
+
+    def test_an_absurd_id(self, tmp_path: Path) -> None:
+        content = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE({"t": 0}, [])).to_str())
+        content["model"]["vocab"]["h"] = 2**32 - 1
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match="h has an absurd id, 4294967295; ids end at 2147483647"):
+            build("hf", tmp_path)
+
+    @pytest.mark.parametrize("by_bytes", [False, True])
+    def test_characters_that_are_dropped_are_told_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, by_bytes: bool
+    ) -> None:
+        monkeypatch.setattr(logging.getLogger("titan"), "propagate", True)
+        rust = tokenizers.Tokenizer(tokenizers.models.BPE({"t": 0, "h": 1, "th": 2, "Ã": 3}, [("t", "h")]))
+        rust.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        if by_bytes:
+            rust.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        (tmp_path / "tokenizer.json").write_text(rust.to_str())
+        tokenizer = build("hf", tmp_path)
+        tokenizer.encode_batch(["th" if by_bytes else " th\n", "h"])  # space is cut out, on purpose
+        assert not caplog.messages
+        for _ in range(2):
+            tokenizer.encode_batch(["th", "thé"])  # of whose two bytes one has a token
+        assert [message for message in caplog.messages if "drops characters" in message and "'é'" in message]
+        assert len(caplog.messages) == 1
+
+    def test_a_vocabulary_of_all_bytes_drops_none(self) -> None:
+        assert build("hf")._met is None  # type: ignore[attr-defined]
 
     def test_a_special_token_of_one_character_is_refused_in_text(self, tmp_path: Path) -> None:
         content = unigram_json()

@@ -7,13 +7,13 @@ not listed here: their signatures declare them.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
 from torchtitan.config.options import Option, option_from_field
+from torchtitan.config.paths import written_out
 from torchtitan.errors import UNKNOWN
 
 Dtype = Literal["float32", "bfloat16"]
@@ -28,7 +28,7 @@ def _path_text(text: str) -> str:
     """Home folders written out; ValueError for a name that no file system takes."""
     if "\0" in text or any(len(part.encode(errors="surrogateescape")) > 255 for part in text.split("/")):
         raise ValueError("is no path: a name in it is longer than 255 bytes, or has a zero byte")
-    return os.path.expanduser(text)
+    return written_out(text)
 
 
 PathText = Annotated[str, AfterValidator(_path_text)]
@@ -156,8 +156,8 @@ class Data(Section):
     shuffle: bool = key(True, "another order each epoch; false: the order of the files")
     add_bos: bool = key(True, "put the BOS token before each document")
     add_eos: bool = key(True, "put the EOS token after each document")
-    bos_id: int | None = key(None, "id of BOS; none: the tokenizer's", ge=0)
-    eos_id: int | None = key(None, "id of EOS; none: the tokenizer's", ge=0)
+    bos_id: int | None = key(None, "id of BOS; none: the tokenizer's", ge=0, le=2**31 - 1)
+    eos_id: int | None = key(None, "id of EOS; none: the tokenizer's", ge=0, le=2**31 - 1)
     bos_token: str | None = key(None, "BOS by its name in the vocabulary, in place of an id", min_length=1)
     eos_token: str | None = key(None, "EOS by its name in the vocabulary, in place of an id", min_length=1)
     on_bad_record: Literal["raise", "skip"] = key("raise", "what an unreadable record does")

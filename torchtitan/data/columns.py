@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.errors import brief, listed
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -19,11 +21,10 @@ _TEXTS = ("is_string", "is_large_string", "is_string_view", "is_binary", "is_lar
 def column_problem(schema: pa.Schema, text_key: str) -> str | None:
     """Why ``text_key`` is no column of text in ``schema``, None where it is one."""
     if text_key not in schema.names:
-        there = ", ".join(schema.names) or "none"
-        return f"no column {text_key!r} (there are: {there}; set data.args.text_key)"
+        return f"no column {text_key!r} (there are: {listed(schema.names)}; set data.args.text_key)"
     kind = schema.field(schema.names.index(text_key)).type
     if not _is_text(kind):
-        return f"column {text_key!r} holds {kind}, not text"
+        return f"column {text_key!r} holds {brief(str(kind))}, not text"
     return None
 
 

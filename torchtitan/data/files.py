@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from torchtitan.config.paths import local_path
 from torchtitan.data.compressed import MAGIC_BYTES, DamagedError, compression, is_decompressed, open_text
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, brief
 
 KEY = "training.dataset_path"
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 1 << 18, 1 << 25
@@ -68,7 +69,7 @@ def find_files(path: str, suffixes: Sequence[str], more_endings: Sequence[str] =
     After a suffix there may stand one of ``more_endings``. Sorted by name. ConfigError where there is nothing, or
     nothing but empty files.
     """
-    given = Path(path).expanduser()
+    given = local_path(path, KEY)
     if given.is_file():
         root, found = given.parent, [given]
     elif given.is_dir():
@@ -77,7 +78,7 @@ def find_files(path: str, suffixes: Sequence[str], more_endings: Sequence[str] =
         found = [p for p in everything if p.name.endswith(endings)]
         if not found:
             others = Counter(p.suffix or "no suffix" for p in everything).most_common(5)
-            held = ", ".join(f"{n} with {suffix}" for suffix, n in others) or "no files at all"
+            held = ", ".join(f"{n} with {brief(suffix)}" for suffix, n in others) or "no files at all"
             raise ConfigError(
                 KEY,
                 f"no file below {path} ends in {', '.join(suffixes)} (found: {held}); "
@@ -114,7 +115,10 @@ def _below(folder: Path) -> Iterator[Path]:
 
 def cannot_read(error: OSError) -> ConfigError:
     """What is raised where the system does not let a file be opened."""
-    return ConfigError(KEY, f"cannot read {error.filename}: {error.strerror}")
+    why = error.strerror
+    if isinstance(error, FileNotFoundError) and os.path.islink(error.filename):
+        why = f"it is a symbolic link to {os.readlink(error.filename)}, which is not there"
+    return ConfigError(KEY, f"cannot read {error.filename}: {why}")
 
 
 def refuse_other_kinds(file: TextFile) -> None:

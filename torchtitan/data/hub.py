@@ -93,6 +93,8 @@ def cause_of(error: BaseException) -> str:
     """One line of the error that the others were raised for."""
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, StopIteration):  # of who asked for the first record
+        return "there is no record in it"
     text = one_line(error)
     return text if len(text) <= 300 else f"{text[:299]}…"
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import itertools
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.data.batch import IGNORE_INDEX, Batch
 from torchtitan.data.rows.rows import Rows
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, LostProcessError
 from torchtitan.platforms import SIGNALS
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -78,14 +80,33 @@ class Loader:
     def __iter__(self) -> Iterator[list[Batch]]:
         # Born deaf to them: a signal that came before _outlive_signals would end a worker.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            self._running = iter(self._steps)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for tensors in self._running:
+        with _death_is_told_here():
+            try:
+                self._running = iter(self._steps)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        while True:
+            try:
+                tensors = next(self._running)
+            except (RuntimeError, OSError, EOFError):
+                self._tell_of_the_dead()
+                raise
             if isinstance(tensors, ConfigError):
                 raise ConfigError(tensors.key, tensors.problem)
             yield [Batch(*micro_batch) for micro_batch in zip(*tensors, strict=True)]
+
+    def _tell_of_the_dead(self) -> None:
+        """LostProcessError where a worker ended, as one does that the system kills.
+
+        It is waited for a little: what it was about to send breaks off first.
+        """
+        workers = getattr(self._running, "_workers", [])
+        ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=bool(workers))
+        for worker in workers:
+            if worker.sentinel in ended:
+                worker.join(5)
+            if worker.exitcode:
+                raise LostProcessError(_how_it_ended(worker.pid, worker.exitcode)) from None
 
     def close(self) -> None:
         """End the workers. The loader gives nothing more after it."""
@@ -93,6 +114,28 @@ class Loader:
             # Private, but dropping the iterator would not do: a traceback may still hold it.
             self._running._shutdown_workers()
         self._running = None
+
+
+@contextmanager
+def _death_is_told_here() -> Iterator[None]:
+    """Within, workers are started. torch would have their death raise an error wherever the trainer is just then;
+    whoever waits for their next step learns of it as well."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    if before is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _how_it_ended(pid: int, code: int) -> str:
+    who = f"a worker of the data loader (process {pid})"
+    if code > 0:
+        return f"{who} ended with exit code {code}; what it said is above"
+    hint = (
+        "; the system does so where memory is short: lower training.dataloader.num_workers or prefetch_factor"
+        if code == -signal.SIGKILL
+        else ""
+    )
+    return f"{who} was killed by {signal.Signals(-code).name}{hint}"
 
 
 def build_loader(

@@ -5,6 +5,7 @@ One module of tokenizers/ a kind. Reading text, and adding BOS and EOS to the st
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,7 +71,17 @@ class DescribedTokenizer(Tokenizer, Protocol):
         ...
 
 
+MOST_ID = 2**31 - 1
+"""Largest id that files of tokens, and whoever counts in int32, can hold."""
+
 TOKENIZERS: Registry[Any] = Registry("tokenizer", home="torchtitan.data.tokenizers", receives=("path",))
+
+
+def refuse_absurd_ids(tokens: Mapping[str, int], key: str) -> None:
+    """ConfigError, on ``key``, for a token with an id above ``MOST_ID``."""
+    token, token_id = max(tokens.items(), key=operator.itemgetter(1), default=("", 0))
+    if token_id > MOST_ID:
+        raise ConfigError(key, f"{brief(token)} has an absurd id, {brief(str(token_id))}; ids end at {MOST_ID}")
 
 
 def threads() -> int:

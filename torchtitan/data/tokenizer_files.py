@@ -10,8 +10,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan.config.paths import local_path
 from torchtitan.data.tokenizer import KEY
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, listed
 
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|$)")
 _LFS = b"version https://git-lfs"
@@ -44,7 +45,7 @@ def find_tokenizer_file(path: str, kind: FileKind) -> Path:
     """
     if path == "":
         raise ConfigError(KEY, f"tokenizer.name = {kind.name} needs {kind.what} here, or the folder that holds it")
-    given = Path(path).expanduser()
+    given = local_path(path, KEY)
     if given.is_dir():
         return _in_folder(given, path, kind)
     if not given.is_file():
@@ -64,15 +65,14 @@ def _in_folder(folder: Path, path: str, kind: FileKind) -> Path:
             if other == kind or (other is None and file.is_file() and "*" not in name):
                 found.append(file)
         if len(found) > 1:
-            names = ", ".join(file.name for file in found)
-            raise ConfigError(KEY, f"{path} holds several: {names}; name one of them")
+            raise ConfigError(KEY, f"{path} holds several: {listed(file.name for file in found)}; name one of them")
         if found:
             return found[0]
     for other_kind in (HUGGING_FACE, RANKS, SENTENCEPIECE):
         for file in (f for name in other_kind.names for f in sorted(folder.glob(name)) if f.is_file()):
             if file_kind(file) == other_kind != kind:
                 others.setdefault(file.relative_to(folder), other_kind)
-    held = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    held = listed(sorted(p.name for p in folder.iterdir())) if any(folder.iterdir()) else "nothing"
     hint = next((f"; {file} is {_as_other(other)}" for file, other in others.items()), "")
     raise ConfigError(KEY, f"no {kind.what.removeprefix('a ')} in {path} (it holds {held}){hint}")
 

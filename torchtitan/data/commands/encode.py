@@ -6,16 +6,19 @@ What is counted is worked out in tokens/survey.py.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from torchtitan.config import load_config
-from torchtitan.data.datasets import DATASETS, TextSource, TokenSource
+from torchtitan.data.datasets import DATASETS, StreamSource, TextSource, TokenSource
 from torchtitan.data.files import KEY
 from torchtitan.data.tokenizer import TOKENIZERS, DescribedTokenizer, Tokenizer, special_ids
 from torchtitan.data.tokens.survey import Survey, survey, total
@@ -57,10 +60,14 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     found: dict[str, Survey] = {}
     for file in dict.fromkeys(arguments.files):
         try:
-            source = _Input() if file == "-" else build(file, on_bad_record=data.on_bad_record)
-            if isinstance(source, TokenSource):
-                raise ConfigError(file, f"holds tokens already, as {kind}; give text")
-            found[file] = _survey(source, tokenizer, keep=_MOST_IDS + 1 if arguments.ids else 0)
+            with _on_disk(file) as path:
+                source = build(path, on_bad_record=data.on_bad_record)
+                if isinstance(source, TokenSource):
+                    raise ConfigError(file, f"holds tokens already, as {kind}; give text")
+                if isinstance(source, StreamSource):
+                    raise ConfigError(file, "is a stream, whose end nobody knows; set data.args.streaming = false")
+                found[file] = _survey(source, tokenizer, keep=_MOST_IDS + 1 if arguments.ids else 0)
+                found[file].first_skipped = found[file].first_skipped.replace(path, file)
         except ConfigError as error:
             raise ConfigError(file, error.problem) if error.key == KEY else error from None
         if len(found[file].ids) > _MOST_IDS:
@@ -70,20 +77,21 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-class _Input:
-    """Standard input as one document."""
-
-    name = description = fingerprint = "standard input"
-    num_pieces = 1
-
-    def read(self, piece: int) -> Iterator[str]:
-        content = sys.stdin.buffer.read()
+@contextlib.contextmanager
+def _on_disk(file: str) -> Iterator[str]:
+    """Where ``file`` lies; within, standard input lies in a file as well, of which errors say ``-`` all the same."""
+    if file != "-":
+        yield file
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "-")
+        with open(path, "wb") as copy:
+            shutil.copyfileobj(sys.stdin.buffer, copy)
         try:
-            yield content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            line = content.count(b"\n", 0, error.start) + 1
-            where = f"byte {error.start}, in line {line}, is not UTF-8 (0x{content[error.start]:02x})"
-            raise ConfigError("-", where) from None
+            yield str(path)
+        except ConfigError as error:
+            error.problem = error.problem.replace(str(path), file)
+            raise
 
 
 def _survey(source: TextSource, tokenizer: Tokenizer, *, keep: int) -> Survey:
@@ -107,8 +115,8 @@ def _report(
         return known.token(token_id) if known else None
 
     def counted(of: Survey, which: Sequence[int]) -> list[dict[str, Any]]:
-        most = sorted((i for i in which if i < of.counts.size and of.counts[i]), key=lambda i: (-of.counts[i], i))
-        return [{"id": i, "token": named(i), "count": int(of.counts[i])} for i in most]
+        most = sorted((i for i in which if of.counts[i]), key=lambda i: (-of.counts[i], i))
+        return [{"id": i, "token": named(i), "count": of.counts[i]} for i in most]
 
     def of(survey: Survey) -> dict[str, Any]:
         unknown = counted(survey, sorted(known.unknown_ids) if known else ())
@@ -123,7 +131,7 @@ def _report(
             "tokens": survey.tokens,
             "bytes_per_token": _ratio(survey.text_bytes, survey.tokens),
             "tokens_per_byte": _ratio(survey.tokens, survey.text_bytes),
-            "distinct_tokens": int(np.count_nonzero(survey.counts)),
+            "distinct_tokens": len(survey.counts),
             "unknown_tokens": sum(entry["count"] for entry in unknown),
             "unknown": unknown,
             "special_tokens": special,

@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from torchtitan.config import load_config
+from torchtitan.config.paths import local_path
 from torchtitan.data.datasets import DATASETS, StreamSource, TextSource, TokenSource
 from torchtitan.data.tokenizer import TOKENIZERS, special_ids
 from torchtitan.data.tokens.encode import Encoding
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command takes."""
     parser.add_argument(
         "OUT",
-        type=Path,
         help="name of the files to write, without their endings: OUT.ds with its index and metadata, or OUT.bin and "
         "OUT.idx. What is done of it lies in OUT.work until all is, so that the same command goes on after a kill",
     )
@@ -51,7 +50,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the files; ConfigError where the configuration or the text cannot be used."""
     if arguments.workers < 1:
         raise ConfigError("--workers", "at least one is needed")
-    out: Path = arguments.OUT.expanduser()
+    out = local_path(arguments.OUT, "OUT")
     out = out.with_suffix("") if out.suffix in _ENDINGS else out
     target, started = Target(out, arguments.format), time.monotonic()
     source, encoding = _source(overrides)

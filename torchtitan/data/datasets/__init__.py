@@ -135,7 +135,7 @@ DATASETS: Registry[Any] = Registry("dataset", home=__name__, receives=("path", "
 
 
 def needed(path: str | None, name: str) -> str:
-    """``path``; ConfigError where there is none."""
-    if path is None:
+    """``path``; ConfigError where there is none, or an empty one, which would mean the working directory."""
+    if not path:
         raise ConfigError(KEY, f"the dataset {name} needs a file, a folder or a glob here")
     return path

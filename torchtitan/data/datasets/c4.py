@@ -6,14 +6,15 @@ How the hub is read is in hub.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from torchtitan.data.datasets import DATASETS, OnBadRecord, StreamSource, TextSource
+from torchtitan.config.paths import local_path
+from torchtitan.data.datasets import DATASETS, OnBadRecord, StreamSource, TextSource, needed
 from torchtitan.data.datasets.hub import DocumentsAtOnce, Revision, ShuffleRows, build_hub, is_saved
 from torchtitan.data.datasets.json_lines import build_jsonl
 from torchtitan.data.datasets.parquet import build_parquet
 from torchtitan.data.datasets.text_files import TextKey
+from torchtitan.data.files import KEY
 from torchtitan.errors import ConfigError
 
 _NAME, _CONFIG = "allenai/c4", "en"
@@ -48,9 +49,9 @@ def _builder(split: str, what: str) -> Callable[..., TextSource | StreamSource]:
 
 
 def _build_local(path: str, on_bad_record: OnBadRecord, split: str, text_key: str) -> TextSource | StreamSource:
-    if is_saved(path):
+    if is_saved(needed(path, "c4")):
         return build_hub(path, on_bad_record, split=split, text_key=text_key)
-    folder = Path(path).expanduser()
+    folder = local_path(path, KEY)
     # A copy of the hub's folder holds both splits, each in files of its name.
     for own in (folder / _CONFIG, folder):
         if own.is_dir() and any(own.glob(f"c4-{split}.*")):

@@ -11,11 +11,11 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from torchtitan.config.paths import local_path
 from torchtitan.data.columns import ROWS_AT_ONCE, column_problem, texts
 from torchtitan.data.datasets import (
     DATASETS,
@@ -30,7 +30,7 @@ from torchtitan.data.datasets import (
 )
 from torchtitan.data.files import KEY, piece_bytes
 from torchtitan.data.hub import broke_off, cause_of, find_commit, plainly
-from torchtitan.errors import ConfigError, one_line
+from torchtitan.errors import ConfigError, listed, one_line
 
 if TYPE_CHECKING:
     import datasets
@@ -213,7 +213,7 @@ def _documents(
 
 def is_saved(path: str) -> bool:
     """Whether ``save_to_disk`` made the folder at ``path``."""
-    folder = Path(path).expanduser()
+    folder = local_path(path, KEY)
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
@@ -221,10 +221,10 @@ def _load_saved(path: str, split: str, text_key: str) -> datasets.Dataset:
     import datasets
 
     with plainly(path):
-        found = datasets.load_from_disk(str(Path(path).expanduser()))
+        found = datasets.load_from_disk(str(local_path(path, KEY)))
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
-            raise ConfigError(KEY, f"{path}: no split {split!r} (there are: {', '.join(found)}; set data.args.split)")
+            raise ConfigError(KEY, f"{path}: no split {split!r} (there are: {listed(found)}; set data.args.split)")
         found = found[split]
     _check_column(found.features, path, text_key)
     return found
@@ -234,7 +234,7 @@ def _open(
     path: str, config: str | None, revision: str | None, data_files: list[str]
 ) -> tuple[str | None, datasets.DatasetBuilder]:
     """The commit of data at the hub, where it is known, and the library's builder of the data."""
-    local = Path(path).expanduser()
+    local = local_path(path, KEY)
     commit = None
     if local.is_file():
         raise ConfigError(
@@ -265,11 +265,10 @@ def _open(
 
 
 def _check_split(builder: datasets.DatasetBuilder, path: str, split: str) -> None:
-    there = list(builder.info.splits or builder.config.data_files or ())
+    there = list(map(str, builder.info.splits or builder.config.data_files or ()))
     wanted = re.match(r"[\w.-]*", split)
-    if there and wanted and wanted[0] not in [*map(str, there), "all"]:
-        names = ", ".join(map(str, there))
-        raise ConfigError(KEY, f"{path}: no split {split!r} (there are: {names}; set data.args.split)")
+    if there and wanted and wanted[0] not in [*there, "all"]:
+        raise ConfigError(KEY, f"{path}: no split {split!r} (there are: {listed(there)}; set data.args.split)")
 
 
 def _check_column(features: datasets.Features | None, path: str, text_key: str) -> None:

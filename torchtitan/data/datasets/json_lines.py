@@ -14,6 +14,7 @@ from torchtitan.data.datasets import DATASETS, OnBadRecord, Skipped, TextSource,
 from torchtitan.data.datasets.running_python import build_python_docs
 from torchtitan.data.datasets.text_files import Suffixes, TextKey, not_utf8, text_source
 from torchtitan.data.files import Span, read_lines
+from torchtitan.errors import listed
 from torchtitan.log import note_once
 
 _JSONL_SUFFIXES = [".jsonl", ".ndjson", ".json"]
@@ -55,14 +56,26 @@ def _read_lines(span: Span, text_key: str) -> Iterator[str | Skipped]:
             content = line.decode("utf-8-sig" if offset == 0 else "utf-8")
             if not content.strip():
                 continue
-            found = _text_of(json.loads(content), text_key)
+            found = _text_of(_decoded(content), text_key)
         except UnicodeDecodeError as error:
             found = Skipped(not_utf8(error), span.file, offset)
         except json.JSONDecodeError as error:
             found = Skipped(f"not JSON ({error.msg}, column {error.colno})", span.file, offset)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             found = Skipped(str(error), span.file, offset)
         yield found
+
+
+def _decoded(content: str) -> object:
+    """A line of JSON; ValueError where it is none."""
+    try:
+        return json.loads(content)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # which Python has of one thing only
+        raise ValueError("a number of thousands of digits") from None
+    except RecursionError:
+        raise ValueError("lists or objects within each other, too deep to read") from None
 
 
 def _text_of(record: object, text_key: str) -> str:
@@ -70,7 +83,7 @@ def _text_of(record: object, text_key: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__} where an object with the key {text_key!r} was expected")
     if text_key not in record:
-        raise ValueError(f"no key {text_key!r} (there are: {', '.join(record) or 'none'}; set data.args.text_key)")
+        raise ValueError(f"no key {text_key!r} (there are: {listed(record)}; set data.args.text_key)")
     text = record[text_key]
     if not isinstance(text, str):
         raise ValueError(f"{text_key!r} holds a JSON {type(text).__name__}, not a string")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from torchtitan.config.paths import local_path
 from torchtitan.data.datasets import DATASETS, OnBadRecord, TokenSource, needed
 from torchtitan.data.datasets.nanoset import OrderSeed
 from torchtitan.data.files import KEY
@@ -57,7 +58,7 @@ def _prefixes(path: str) -> list[Path]:
     from torchtitan.data.tokens.mapped import find_token_files
     from torchtitan.data.tokens.megatron import with_ending
 
-    prefix = Path(path).expanduser()
+    prefix = local_path(path, KEY)
     if with_ending(prefix, ".idx").is_file() or with_ending(prefix, ".bin").is_file():
         return [prefix]
     return sorted({file.with_suffix("") for file in find_token_files(path, [".bin", ".idx"])})

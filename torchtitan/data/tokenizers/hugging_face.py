@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.data.tokenizer import KEY, TOKENIZERS, ParseSpecialTokens, Tokenizer
+from torchtitan.data.tokenizer import KEY, TOKENIZERS, ParseSpecialTokens, Tokenizer, refuse_absurd_ids
 from torchtitan.data.tokenizer_files import HUGGING_FACE, find_tokenizer_file, read_tokenizer_file
-from torchtitan.errors import ConfigError, one_line
+from torchtitan.errors import ConfigError, brief, one_line
+from torchtitan.log import logger
 
 if TYPE_CHECKING:
     import tokenizers
@@ -36,6 +37,7 @@ class HuggingFaceTokenizer:
         special_tokens: dict[str, int],
         special_names: dict[str, str],
         unknown_ids: frozenset[int],
+        drops: bool,
         parse_special_tokens: bool,
     ) -> None:
         self.name, self.file, self.fingerprint = name, file, fingerprint
@@ -44,13 +46,18 @@ class HuggingFaceTokenizer:
         ids = {which: self.token_id(token) for which, token in special_names.items()}
         self.bos_id, self.eos_id = ids.get("bos"), ids.get("eos")
         self.absent = {which: special_names[which] for which, found in ids.items() if found is None}
-        every = [*rust.get_vocab(with_added_tokens=True).values(), *special_tokens.values()]
-        self.vocab_size = max(every, default=-1) + 1
+        every = rust.get_vocab(with_added_tokens=True) | special_tokens
+        refuse_absurd_ids(every, KEY)
+        self.vocab_size = max(every.values(), default=-1) + 1
+        # Characters whose fate is known, where some may be dropped.
+        self._met: set[str] | None = set() if drops else None
         # A model that has special tokens among its words, as Unigram has, may find them in text by itself.
         words = rust.get_vocab(with_added_tokens=False)
         self._avoided = frozenset() if parse_special_tokens else frozenset(map(words.get, special_tokens)) - {None}
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        if self._met is not None:
+            self._warn_of_loss(set().union(*texts) - self._met)
         # Not what the file's own post-processor would add: BOS and EOS come from the config, once.
         found = [e.ids for e in self._rust.encode_batch_fast(texts, add_special_tokens=False)]
         if self._avoided:
@@ -58,6 +65,23 @@ class HuggingFaceTokenizer:
                 if not self._avoided.isdisjoint(ids):
                     found[n] = self._encode_as_text(texts[n])
         return found
+
+    def _warn_of_loss(self, characters: set[str]) -> None:
+        """Tell, once, of characters new to it that the model passes over; not of what is cut out before."""
+        assert self._met is not None
+        self._met |= characters
+        for character in sorted(characters):
+            text = self._rust.normalizer.normalize_str(character) if self._rust.normalizer else character
+            words = self._rust.pre_tokenizer.pre_tokenize_str(text) if self._rust.pre_tokenizer else [(text, None)]
+            for word, _ in words:
+                covered = sum(stop - start for start, stop in (t.offsets for t in self._rust.model.tokenize(word)))
+                if covered < len(word.encode()):
+                    self._met = None
+                    logger.warning(
+                        f"the tokenizer {self.name} drops characters that it has no token for, such as {character!r}; "
+                        "python -m torchtitan.data encode FILE shows where"
+                    )
+                    return
 
     def _encode_as_text(self, text: str) -> list[int]:
         """Ids of a text of which parts became special tokens: these parts are encoded in two."""
@@ -132,6 +156,7 @@ def build_hf_tokenizer(path: str, *, parse_special_tokens: ParseSpecialTokens = 
         special_tokens=special,
         special_names=names,
         unknown_ids=_unknown_ids(rust, content),
+        drops=_may_drop(rust, content),
         parse_special_tokens=parse_special_tokens,
     )
 
@@ -176,7 +201,14 @@ def _special_tokens(rust: tokenizers.Tokenizer, settings: dict[str, Any], names:
     for number, entry in (added if isinstance(added, dict) else {}).items():
         content = _content(entry)
         if content and str(number).isdecimal() and isinstance(entry, dict):
-            known = rust.token_to_id(content)
+            refuse_absurd_ids({content: int(number[:20])}, KEY)
+            known, there = rust.token_to_id(content), rust.id_to_token(int(number))
+            if there not in (None, content):
+                raise ConfigError(
+                    KEY,
+                    f"added_tokens_decoder of tokenizer_config.json gives the id {number} to {brief(content)}, "
+                    f"tokenizer.json to {brief(there)}; one of the files is of another tokenizer",
+                )
             if known is None or entry.get("special"):
                 more[content] = int(number) if known is None else known
     for name, token_id in more.items():
@@ -185,6 +217,19 @@ def _special_tokens(rust: tokenizers.Tokenizer, settings: dict[str, Any], names:
             if rust.token_to_id(name) == token_id:
                 rust.add_special_tokens([AddedToken(name, special=True, normalized=False)])
     return dict(sorted(special.items(), key=lambda item: item[1]))
+
+
+def _may_drop(rust: tokenizers.Tokenizer, content: bytes) -> bool:
+    """Whether there may be text without an id: in BPE without an unknown token and without tokens for all bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    told = json.loads(content)
+    if told["model"].get("type") != "BPE" or told["model"].get("unk_token") is not None:
+        return False
+    if told["model"].get("byte_fallback"):
+        return any(rust.token_to_id(f"<0x{byte:02X}>") is None for byte in range(256))
+    of_bytes = '"ByteLevel"' in json.dumps([told.get("pre_tokenizer"), told.get("normalizer")])
+    return not of_bytes or any(rust.token_to_id(byte) is None for byte in ByteLevel.alphabet())
 
 
 def _unknown_ids(rust: tokenizers.Tokenizer, content: bytes) -> frozenset[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from torchtitan.data.tokenizer import KEY, TOKENIZERS, ParseSpecialTokens, Tokenizer, threads
+from torchtitan.data.tokenizer import KEY, TOKENIZERS, ParseSpecialTokens, Tokenizer, refuse_absurd_ids, threads
 from torchtitan.data.tokenizer_files import RANKS, find_tokenizer_file, read_tokenizer_file
 from torchtitan.errors import ConfigError, brief, one_line
 
@@ -106,10 +107,34 @@ def build_rank_file_tokenizer(
         encoding = tiktoken.Encoding(str(file), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     except ValueError as error:
         raise ConfigError("tokenizer.pattern", f"is no regular expression: {one_line(error)}") from None
+    _refuse_loss(encoding, pattern)
     told = json.dumps([pattern, special, parse_special_tokens]).encode()
     return RankFileTokenizer(
         encoding, special, file, fingerprint=hashlib.sha256(content + told).hexdigest(), parse=parse_special_tokens
     )
+
+
+def _refuse_loss(encoding: tiktoken.Encoding, pattern: str) -> None:
+    """ConfigError for a pattern that leaves text out, which would be lost in silence, or finds words without a letter,
+    at which the library breaks down. Tried on each character of the basic plane, and on those of ASCII two by two."""
+    import regex
+
+    ascii_ = [chr(code) for code in range(128)]
+    samples = [a + b for a in ascii_ for b in ascii_]
+    samples += [chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xE000] + ["\N{GRINNING FACE}", "𠀀", "𝐀"]
+    everything = "".join(samples)
+    with contextlib.suppress(regex.error):  # the library reads a language of its own
+        if any(match.start() == match.end() for match in regex.finditer(pattern, everything)):
+            raise ConfigError("tokenizer.pattern", "matches no text at all in some places; make it match one or more")
+
+    def lost(text: str) -> bool:
+        return encoding.decode_bytes(encoding.encode_ordinary(text)) != text.encode()
+
+    if lost(everything):
+        which = next(filter(lost, samples[len(ascii_) ** 2 :] + samples), "")
+        raise ConfigError(
+            "tokenizer.pattern", f"leaves text out, such as {which!r}, which training would not see; add |(?s:.) to it"
+        )
 
 
 def read_ranks(content: bytes, file: Path) -> dict[bytes, int]:
@@ -160,4 +185,5 @@ def _numbered(tokens: list[str] | dict[str, int], ranks: dict[bytes, int]) -> di
         if number in taken:
             raise ConfigError(key, f"{token} and {taken[number]} have the same id {number}")
         taken[number] = token
+    refuse_absurd_ids(special, key)
     return special

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan.data.tokenizer import KEY, TOKENIZERS, Tokenizer, threads
 from torchtitan.data.tokenizer_files import SENTENCEPIECE, find_tokenizer_file, read_tokenizer_file
-from torchtitan.errors import ConfigError, one_line
+from torchtitan.errors import ConfigError
 
 
 class SentencePieceTokenizer:
@@ -51,11 +51,11 @@ def build_sentencepiece_tokenizer(path: str) -> Tokenizer:
     file = find_tokenizer_file(path, SENTENCEPIECE)
     content = read_tokenizer_file(file)
     try:
-        if not content:
-            raise RuntimeError("it is empty")
-        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-        if processor.vocab_size() == 0:
-            raise RuntimeError("it has no tokens")
-    except RuntimeError as error:
-        raise ConfigError(KEY, f"{file} is not a model of sentencepiece: {one_line(error)}") from None
+        # Of nothing the library makes one without tokens. What it says itself names its own source files.
+        processor = sentencepiece.SentencePieceProcessor(model_proto=content) if content else None
+    except RuntimeError:
+        processor = None
+    if processor is None or processor.vocab_size() == 0:
+        why = "it is empty" if not content else "it is another kind of file, or damaged"
+        raise ConfigError(KEY, f"{file} is not a model of sentencepiece: {why}")
     return SentencePieceTokenizer(processor, file, fingerprint=hashlib.sha256(content).hexdigest())

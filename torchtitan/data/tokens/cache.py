@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from torchtitan.config.paths import local_path
 from torchtitan.data.datasets import StreamSource, TextSource
 from torchtitan.data.sharing import make_together
 from torchtitan.data.tokens.datatrove import DsWriter, EndedDocuments, index_path
@@ -145,11 +146,9 @@ def kept_in(folder: Path, what: str, *more: type[Exception]) -> Iterator[None]:
 def cache_path(cache_folder: str) -> Path:
     """``cache_folder``, or the user's where it is empty; ConfigError where there is no user's."""
     if cache_folder:
-        return Path(cache_folder).expanduser()
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchtitan" / "tokens"
-    except RuntimeError:
-        raise ConfigError("data.cache_folder", "no home folder to keep token files in; name a folder") from None
+        return local_path(cache_folder, "data.cache_folder")
+    users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return local_path(users, "data.cache_folder") / "torchtitan" / "tokens"
 
 
 def _hash(content: bytes = b"") -> hashlib.blake2b:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan.config.paths import local_path
 from torchtitan.data.files import KEY, cannot_read, kind_of
 from torchtitan.data.tokens.store import Documents, Tokens, circle_slice, map_array
 from torchtitan.errors import ConfigError
@@ -182,7 +183,7 @@ def find_token_files(path: str, endings: Sequence[str]) -> list[Path]:
 
     ConfigError that says what is there instead.
     """
-    given = Path(path).expanduser()
+    given = local_path(path, KEY)
     if given.is_dir():
         found = [p for p in given.rglob("*") if not any(n.startswith(".") for n in p.relative_to(given).parts)]
     else:

@@ -6,11 +6,9 @@ How that is shown does not belong here.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
 
 from torchtitan.data.datasets import Passage, Skipped, TextSource
 from torchtitan.data.tokenizer import Tokenizer
@@ -35,8 +33,8 @@ class Difference:
 class Survey:
     """Ids are those of the text alone: without the BOS and EOS that a configuration puts around a document."""
 
-    counts: npt.NDArray[np.int64]
-    """How often each id came, ``[vocab_size]``."""
+    counts: Counter[int] = field(default_factory=Counter)
+    """How often each id came; of those only that did, for the largest may lie far above the others."""
     documents: int = 0
     text_bytes: int = 0
     characters: int = 0
@@ -49,7 +47,7 @@ class Survey:
 
     @property
     def tokens(self) -> int:
-        return int(self.counts.sum())
+        return self.counts.total()
 
 
 def survey(
@@ -59,7 +57,7 @@ def survey(
 
     ``seen`` is told of each piece that is done. ConfigError for text that cannot be read.
     """
-    found = Survey(np.zeros(tokenizer.vocab_size, np.int64))
+    found = Survey()
     place = _Place()
     segments: list[tuple[str, bool]] = []
     waiting = 0
@@ -74,16 +72,15 @@ def survey(
         encoded = encode_segments(tokenizer, segments)
         found.encode_seconds += time.perf_counter() - started
         for (text, opens), ids in zip(segments, encoded, strict=True):
-            counts = np.bincount(np.array(ids, np.int64), minlength=tokenizer.vocab_size)
-            if counts.size > tokenizer.vocab_size:
-                raise ValueError(f"tokenizer {tokenizer.name} gave an id outside its {tokenizer.vocab_size}")
-            found.counts += counts
+            found.counts.update(ids)
             found.ids += ids[: max(keep - len(found.ids), 0)]
             place.enter(opens)
             if found.difference is None and (decoded := decode(ids, opens)) != text:
                 found.difference = place.difference(text, decoded)
             place.pass_by(text)
         segments.clear()
+        if not all(0 <= token_id < tokenizer.vocab_size for token_id in found.counts):
+            raise ValueError(f"tokenizer {tokenizer.name} gave an id outside its {tokenizer.vocab_size}")
 
     for piece in range(source.num_pieces):
         for passage in source.read(piece):
@@ -108,9 +105,8 @@ def survey(
 
 def total(surveys: Sequence[Survey]) -> Survey:
     """All of them as one; where a text does not come back is said of each alone."""
-    first, *others = surveys
     return Survey(
-        sum((other.counts for other in others), first.counts),
+        sum((s.counts for s in surveys), Counter()),
         documents=sum(s.documents for s in surveys),
         text_bytes=sum(s.text_bytes for s in surveys),
         characters=sum(s.characters for s in surveys),
