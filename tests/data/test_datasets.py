@@ -142,6 +142,28 @@ class TestJsonl:
         with pytest.raises(ConfigError, match="No such file"):
             read(source)
 
+    @pytest.mark.parametrize("on_bad_record", ["raise", "skip"])
+    def test_a_file_that_is_rewritten_meanwhile(self, tmp_path: Path, on_bad_record: str) -> None:
+        """Whether it can be read to its end or not: what was read is of neither."""
+        path = tmp_path / "a.jsonl"
+        for rewritten in ("{", '{"text": "y"}\n'):
+            path.write_text('{"text": "x"}\n' * 1000)
+            documents = build("jsonl", path, on_bad_record).read(0)
+            assert next(documents) == "x"
+            with open(path, "r+") as file:
+                file.write(rewritten)
+            os.utime(path, ns=(1, 1))
+            with pytest.raises(ConfigError, match=r"a\.jsonl was changed while it was read"):
+                list(documents)
+
+    def test_a_file_that_is_rewritten_before_it_is_read(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.jsonl"
+        path.write_text('{"text": "x"}\n')
+        source = build("jsonl", path)
+        path.write_text("no JSON at all\n")
+        with pytest.raises(ConfigError, match="was changed while it was read"):
+            list(source.read(0))
+
 
 class TestC4Test:
     def test_with_a_path_is_jsonl(self, tmp_path: Path) -> None:
@@ -199,3 +221,16 @@ def test_names_of_strangers_are_few_and_on_one_line() -> None:
     kind = pa.struct([(f"a\n{n}", pa.string()) for n in range(1000)])
     problem = column_problem(pa.schema([("text", kind)]), "text") or ""
     assert "\n" not in problem and len(problem) < 200
+
+
+@pytest.mark.parametrize("name", ["text", "jsonl"])
+def test_another_file_of_the_same_name_size_and_time_is_other_data(tmp_path: Path, name: str) -> None:
+    """As of archives with fixed times."""
+    found = set()
+    for word in ("one", "two"):
+        path = tmp_path / word / "a.jsonl"
+        path.parent.mkdir()
+        path.write_text(json.dumps({"text": f"{word} " * 100_000}) + "\n")
+        os.utime(path, ns=(1, 1))
+        found.add(build(name, path).fingerprint)
+    assert len(found) == 2

@@ -13,8 +13,10 @@ from torchtitan.data.rows.foreign import check_order, in_their_order, source_row
 from torchtitan.data.rows.greedy import greedy_blend
 from torchtitan.data.rows.megatron import Epochs, sample_tables, samples_of
 from torchtitan.data.rows.nanoset import nanoset_tables
+from torchtitan.data.rows.tables import open_tables
 from torchtitan.data.tokens.megatron import split_range
 from torchtitan.errors import ConfigError
+from torchtitan.log import logger
 
 
 def ordered(sources: list[Any], weights: list[float] | None, *, vocab_size: int, seq_len: int, samples: int) -> Any:
@@ -67,6 +69,33 @@ class TestNanoset:
         assert labels.tolist() == [i + 1 for i in tokens.tolist()] and positions.tolist() == [0, 1, 2]
         again = pickle.loads(pickle.dumps(rows))
         assert again[17][0].equal(rows[17][0]) and again.fingerprint == rows.fingerprint
+
+    @pytest.mark.parametrize("what", ["zeros", "a bit", "gone", "of an older version"])
+    def test_tables_that_were_changed_are_made_again(
+        self, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[int] = []
+
+        def make() -> dict[str, np.ndarray]:
+            made.append(1)
+            return {"chosen": np.arange(100), "own": np.arange(100)}
+
+        first = {name: t.copy() for name, t in open_tables("x", (1,), make, cache_folder=str(tmp_path)).items()}
+        (table,) = tmp_path.glob("order-x-*/own.npy")
+        content = table.read_bytes()
+        if what == "zeros":
+            table.write_bytes(bytes(len(content)))
+        elif what == "a bit":
+            table.write_bytes(content[:-1] + b"#")
+        else:
+            (table if what == "gone" else table.with_name("hashes.json")).unlink()
+        warned: list[str] = []
+        monkeypatch.setattr(logger, "warning", warned.append)
+        for _ in range(2):
+            again = open_tables("x", (1,), make, cache_folder=str(tmp_path))
+            assert again.keys() == first.keys() and all((again[name] == first[name]).all() for name in first)
+        assert len(made) == 2 and table.read_bytes() == content
+        assert len(warned) == (what != "of an older version")
 
     def test_too_long_a_window(self, tmp_path: Path) -> None:
         (tmp_path / "a").mkdir()

@@ -175,9 +175,12 @@ def test_a_plan_is_made_once_and_again_where_it_is_damaged(
     assert lists(rows_of(line, "best_fit", tmp_path, 16), 5) == first and path.stat().st_mtime_ns == made
     rows_of(line, "best_fit", tmp_path, 17)
     assert len(list((tmp_path / "cache").iterdir())) == 2
-    for damage in (path.read_bytes()[:-4], b"", bytes(40)):
+    whole = path.read_bytes()
+    for damage in (whole[:-4], b"", bytes(40), whole[:32] + bytes(len(whole) - 32), whole[:90] + b"#" + whole[91:]):
         path.write_bytes(damage)
-        assert lists(rows_of(line, "best_fit", tmp_path, 16), 5) == first
+        assert lists(rows_of(line, "best_fit", tmp_path, 16), 5) == first and path.read_bytes() == whole
+        assert f"{path} is damaged" in caplog.text
+        caplog.clear()
 
 
 def test_a_plan_that_cannot_be_kept_names_the_folder(tmp_path: Path) -> None:

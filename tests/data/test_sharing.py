@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.data.sharing import make_together
+from torchtitan.data.sharing import UnreadableError, make_together
 from torchtitan.errors import ConfigError
 
 # Functions that only touch files: forked, so that a process costs milliseconds.
@@ -100,7 +100,7 @@ def test_killed_again_and_again_it_still_gets_there(tmp_path: Path) -> None:
     kills = 0
     while not (tmp_path / "whole").exists():
         [process] = start(tmp_path, 1, seconds=0.004)
-        process.join(0.01 + 0.0037 * (kills % 11))
+        process.join(0.01 + 0.0037 * (kills % 11) + 0.001 * kills)  # a busy disk takes its time
         process.kill()
         process.join()
         kills += 1
@@ -130,6 +130,32 @@ def test_an_error_reaches_everybody_and_leaves_no_whole(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match="piece 3"):
             make_together(tmp_path / "work", 5, make=make, assemble=lambda parts: None, finished=lambda: False)
+
+
+def test_pieces_are_on_the_disk_before_they_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def fsync(file: int) -> None:
+        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    work(tmp_path, 0, 1)
+    assert done == [f"piece-{k:06d}.part" for k in range(COUNT)]
+
+
+def test_a_piece_that_stays_unreadable_is_made_twice_and_told(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def make(k: int, path: Path) -> None:
+        made.append(k)
+        path.touch()
+
+    def assemble(paths: list[Path]) -> None:
+        raise UnreadableError(paths[1], "nothing in it")
+
+    with pytest.raises(OSError, match="piece-000001 was made twice and cannot be read: nothing in it"):
+        make_together(tmp_path / "work", 2, make=make, assemble=assemble, finished=lambda: False)
+    assert made == [0, 1, 1]
 
 
 def test_progress_counts_what_others_made(tmp_path: Path) -> None:

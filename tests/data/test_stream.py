@@ -1,10 +1,12 @@
 import contextlib
+import hashlib
 import itertools
 import json
 import multiprocessing
 import os
 import pickle
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -25,8 +27,8 @@ from torchtitan.data.rows.stream import StreamRows
 from torchtitan.data.tokenizers.utf8 import BytesTokenizer
 from torchtitan.data.tokens import stream, stream_reader
 from torchtitan.data.tokens.encode import Encoding
+from torchtitan.data.tokens.journal import Progress, read_journal
 from torchtitan.data.tokens.stream import StreamTokens, open_stream
-from torchtitan.data.tokens.stream_reader import Progress, read_journal
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
@@ -134,12 +136,55 @@ class TestTokens:
                 opened(tmp_path, Listed(documents))
             assert ("record 1: null" in error.value.problem) == bool(documents)
 
-    def test_a_file_that_lost_its_end(self, tmp_path: Path) -> None:
-        opened(tmp_path).window(3000, 10)
+    def test_a_file_that_loses_its_end_meanwhile(self, tmp_path: Path) -> None:
+        tokens = opened(tmp_path)
         (ds,) = tmp_path.glob("*.ds")
         os.truncate(ds, 100)
         with pytest.raises(ConfigError, match=r"\.ds has lost its end; remove .*listed"):
-            opened(tmp_path).window(9000, 10)
+            tokens.window(9000, 10)
+
+    @pytest.mark.parametrize("ending", [".ds", ".ds.index", ".journal"])
+    @pytest.mark.parametrize("what", ["zeros", "cut off", "a bit", "gone"])
+    def test_what_was_changed_is_read_anew(
+        self, tmp_path: Path, ending: str, what: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        opened(tmp_path).window(3000, 10)
+        stream_reader._stop_readers()
+        (ds,) = tmp_path.glob("*.ds")
+        file = ds.with_name(ds.stem + ending)
+        content = file.read_bytes()
+        if what == "gone":
+            file.unlink()
+        else:
+            changed = {"zeros": bytes(len(content)), "cut off": content[:30], "a bit": content[:5] + b"#" + content[6:]}
+            file.write_bytes(changed[what])
+        warned: list[str] = []
+        monkeypatch.setattr(logger, "warning", warned.append)
+        tokens = opened(tmp_path)
+        assert tokens.window(0, len(IDS)).tolist() == IDS
+        assert tokens.documents.starts(0, 400).tolist()[1:] == [i + 1 for i, t in enumerate(IDS[:-1]) if t == 257]
+        # Without a journal, or with less than a record of it, nothing says that there was anything.
+        told = ending != ".journal" or what in ("zeros", "a bit")
+        assert len(warned) == told and all(str(ds) in line and "reading it anew" in line for line in warned)
+
+    def test_what_was_changed_while_another_reads_on_is_refused(self, tmp_path: Path) -> None:
+        tokens = opened(tmp_path)
+        tokens.want(2000)
+        (ds,) = tmp_path.glob("*.ds")
+        ds.write_bytes(bytes(ds.stat().st_size))
+        with pytest.raises(ConfigError, match="and another process reads on behind them"):
+            opened(tmp_path)
+        tokens.rest()
+
+    def test_a_journal_of_an_older_format_is_read_anew(self, tmp_path: Path) -> None:
+        """Its records had no hash of their pieces: 56 bytes each."""
+        opened(tmp_path).window(3000, 10)
+        stream_reader._stop_readers()
+        (file,) = tmp_path.glob("*.journal")
+        there = journal(tmp_path)
+        numbers = struct.pack("<6Q", there.tokens, there.documents, there.records, 0, there.text_bytes, 0)
+        file.write_bytes((numbers + hashlib.blake2b(numbers, digest_size=8).digest()) * 9)
+        assert opened(tmp_path).window(0, len(IDS)).tolist() == IDS
 
     def test_a_place_that_is_lost_is_counted(self, tmp_path: Path) -> None:
         opened(tmp_path).window(3000, 10)
@@ -465,6 +510,26 @@ class TestLocalStreams:
             list(local_stream([str(path)]).read_from(Place()))
         ((found, _),) = local_stream([str(path)], "skip").read_from(Place())
         assert [str(text) for text in found] == ["a", f"json ({path}): record 2: null, not text", "b"]
+
+    def test_another_file_of_the_same_name_size_and_time_is_another_stream(self, tmp_path: Path) -> None:
+        found = set()
+        for text in ("one", "two"):
+            (tmp_path / text).mkdir()
+            path = tmp_path / text / "a.jsonl"
+            path.write_text(json.dumps({"text": text}) + "\n")
+            os.utime(path, ns=(1, 1))
+            os.replace(path, tmp_path / "a.jsonl")
+            found.add(local_stream([str(tmp_path / "a.jsonl")]).fingerprint)
+        assert len(found) == 2
+
+    def test_a_file_that_is_rewritten_meanwhile_is_told_at_the_end(self, tmp_path: Path) -> None:
+        files = write_lines(tmp_path)
+        source = local_stream(files)
+        os.utime(files[0], ns=(1, 1))
+        read = source.read_from(Place())
+        next(read)
+        with pytest.raises(ConfigError, match=r"a\.jsonl was changed while it was read"):
+            list(read)
 
     def test_a_damaged_file_is_no_network_that_comes_back(self, tmp_path: Path) -> None:
         first, second = write_lines(tmp_path)

@@ -18,7 +18,8 @@ from torchtitan.data.tokenizer import TOKENIZERS
 from torchtitan.data.tokenizers.utf8 import BytesTokenizer
 from torchtitan.data.tokens import encode
 from torchtitan.data.tokens.cache import TokenFile, open_tokens
-from torchtitan.data.tokens.encode import Encoding
+from torchtitan.data.tokens.datatrove import index_path
+from torchtitan.data.tokens.encode import Encoding, Piece
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
@@ -160,7 +161,7 @@ class TestCache:
         warned: list[str] = []
         monkeypatch.setattr(logger, "warning", warned.append)
         path, header = opened(tmp_path).path, opened(tmp_path).path.with_suffix(".json")
-        good = path.read_bytes(), header.read_bytes()
+        good, index = (path.read_bytes(), header.read_bytes()), index_path(path).read_bytes()
 
         def cut_tokens() -> None:
             os.truncate(path, path.stat().st_size - 2)
@@ -171,10 +172,30 @@ class TestCache:
         def foreign_header() -> None:
             header.write_text("[]")
 
-        for number, damage in enumerate((cut_tokens, cut_header, foreign_header), start=1):
+        def zero_index() -> None:
+            index_path(path).write_bytes(bytes(index_path(path).stat().st_size))
+
+        def one_number_of_the_index() -> None:
+            ends = np.fromfile(index_path(path), "<u8")
+            ends[1] += 1
+            ends.tofile(index_path(path))
+
+        def another_index_in_the_header() -> None:
+            told = json.loads(good[1])
+            header.write_text(json.dumps({**told, "index_fingerprint": told["fingerprint"]}))
+
+        kinds = (
+            cut_tokens,
+            cut_header,
+            foreign_header,
+            zero_index,
+            one_number_of_the_index,
+            another_index_in_the_header,
+        )
+        for number, damage in enumerate(kinds, start=1):
             damage()
             assert ids(opened(tmp_path)) == expected(DOCUMENTS, [256], [257])
-            assert (path.read_bytes(), header.read_bytes()) == good
+            assert (path.read_bytes(), header.read_bytes()) == good and index_path(path).read_bytes() == index
             assert len(warned) == number and str(path) in warned[-1]
         for lost in (path, header):
             lost.unlink()
@@ -281,6 +302,35 @@ def test_python_docs() -> None:
     content = file.window(0, len(file))
     assert (content == 2046).sum() == (content == 2047).sum() == file.header.documents
     assert file.header.text_bytes / len(file) > 2.5
+
+
+@pytest.mark.parametrize("what", ["empty", "zeros", "cut off", "a bit"])
+def test_a_piece_that_cannot_be_read_is_made_again(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a loss of power may leave one of a run that was ended."""
+    warned: list[str] = []
+    monkeypatch.setattr(logger, "warning", warned.append)
+
+    class Ending(Listed):
+        def read(self, piece: int) -> Iterator[str | Passage | Skipped]:
+            if piece == 1:
+                raise KeyboardInterrupt
+            return super().read(piece)
+
+    with pytest.raises(KeyboardInterrupt):
+        open_tokens(Ending(DOCUMENTS), BYTES, cache_folder=str(tmp_path))
+    (piece,) = tmp_path.glob("*.work/piece-000000")
+    good = piece.read_bytes()
+    assert Piece.read(piece).ids.tolist() == list(DOCUMENTS[0].encode())
+    place = good.index(DOCUMENTS[0].encode("utf-16-le"))
+    changed = {
+        "empty": b"",
+        "zeros": bytes(len(good)),
+        "cut off": good[:-9],
+        "a bit": good[:place] + b"#" + good[place + 1 :],
+    }
+    piece.write_bytes(changed[what])
+    assert ids(open_tokens(Listed(DOCUMENTS), BYTES, cache_folder=str(tmp_path))) == expected(DOCUMENTS, [], [])
+    assert len(warned) == 1 and f"{piece} is damaged" in warned[0]
 
 
 def test_ids_that_were_changed_are_made_again(tmp_path: Path) -> None:

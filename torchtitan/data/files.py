@@ -121,6 +121,14 @@ def cannot_read(error: OSError) -> ConfigError:
     return ConfigError(KEY, f"cannot read {error.filename}: {why}")
 
 
+def refuse_changed(files: Sequence[TextFile]) -> None:
+    """ConfigError where one of ``files`` is not what it was when it was found; OSError where it is no more."""
+    for file in files:
+        status = file.path.stat()
+        if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
+            raise ConfigError(KEY, f"{file.path} was changed while it was read; start again when it is whole")
+
+
 def refuse_other_kinds(file: TextFile) -> None:
     """ConfigError that says what ``file`` is, where it is no UTF-8 text, compressed or not."""
     try:

@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "OUT",
         help="name of the files to write, without their endings: OUT.ds with its index and metadata, or OUT.bin and "
-        "OUT.idx. What is done of it lies in OUT.work until all is, so that the same command goes on after a kill",
+        "OUT.idx. What is done of it lies in OUT.ds.work, or OUT.megatron.work, until all is, so that the same command "
+        "goes on after a kill",
     )
     parser.add_argument(
         "--format", choices=("ds", "megatron"), default="ds", help="whose files (default: ds, datatrove's)"
@@ -55,18 +56,20 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     target, started = Target(out, arguments.format), time.monotonic()
     source, encoding = _source(overrides)
     before, workers = "", 1
-    if isinstance(source, TokenSource):
-        results = [prepare_tokens(source, target)]
-    elif isinstance(source, StreamSource):
-        with _bar("document") as bar, keys_told_as(_OWN_KEYS):
-            results = [prepare_stream(source, _needed(encoding), target, lambda there: _show(bar, there))]
-    else:
-        plan = Preparation(source, _needed(encoding), target)
-        pieces = source.num_pieces
-        if there := plan.begin():
-            before = f" ({there} of {pieces} pieces were there)"
-        workers = min(arguments.workers, pieces)
-        results = _Workers(plan, workers, overrides).run()
+    with keys_told_as(_OWN_KEYS):
+        if isinstance(source, TokenSource):
+            results = [prepare_tokens(source, target)]
+        elif isinstance(source, StreamSource):
+            with _bar("document") as bar:
+                results = [prepare_stream(source, _needed(encoding), target, lambda there: _show(bar, there))]
+        else:
+            plan = Preparation(source, _needed(encoding), target)
+            pieces = source.num_pieces
+            workers = min(arguments.workers, pieces)
+            with plan.begun():
+                if there := plan.pieces_done():
+                    before = f" ({there} of {pieces} pieces were there)"
+                results = _Workers(plan, workers, overrides).run()
     print(_told(target, results, before, workers, time.monotonic() - started))
     return 0
 

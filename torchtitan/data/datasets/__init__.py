@@ -63,7 +63,7 @@ class TextSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal only where the documents are; cheap: names, sizes and times, not content."""
+        """Equal only where the documents are; cheap: names, sizes, times, and of the content a sample."""
         ...
 
     @property

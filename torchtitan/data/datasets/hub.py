@@ -17,6 +17,7 @@ from pydantic import Field
 
 from torchtitan.config.paths import local_path
 from torchtitan.data.columns import ROWS_AT_ONCE, column_problem, texts
+from torchtitan.data.contents import sampled_together
 from torchtitan.data.datasets import (
     DATASETS,
     Interrupted,
@@ -28,7 +29,7 @@ from torchtitan.data.datasets import (
     needed,
     refused,
 )
-from torchtitan.data.files import KEY, piece_bytes
+from torchtitan.data.files import KEY, TextFile, cannot_read, piece_bytes, refuse_changed
 from torchtitan.data.hub import broke_off, cause_of, find_commit, plainly
 from torchtitan.errors import ConfigError, listed, one_line
 
@@ -88,10 +89,12 @@ def build_hub(
     with plainly(shown):
         stream = opened.as_streaming_dataset(split=split)
     _check_column(stream.features, shown, text_key)
+    local = [] if commit else _local_files(opened, split)
     return HubStream(
         shown,
         stream,
-        (*choice, given, commit or _local_files(opened, split)),
+        (*choice, given, commit or _facts_of(opened, split, local)),
+        local,
         split,
         on_bad_record,
         text_key,
@@ -154,6 +157,7 @@ class HubStream:
         path: str,
         stream: datasets.IterableDataset,
         facts: tuple[Any, ...],
+        local: list[TextFile],
         split: str,
         on_bad_record: OnBadRecord,
         text_key: str,
@@ -164,7 +168,7 @@ class HubStream:
         self.description = f"{split} of {path}"
         self.fingerprint = hashlib.sha256(repr(("stream", facts)).encode()).hexdigest()
         self.documents_at_once, self.shuffle_rows = documents_at_once, shuffle_rows
-        self._path, self._stream = path, stream
+        self._path, self._stream, self._local = path, stream, local
         self._on_bad_record, self._text_key = on_bad_record, text_key
 
     def read_from(self, place: Place) -> Iterator[tuple[list[str | Skipped], Place]]:
@@ -182,6 +186,7 @@ class HubStream:
                 # That of a stream which skipped to its place would fit no other.
                 state = stream.state_dict() if place.state is not None or not place.records else None
                 yield found, Place(records, state)
+            refuse_changed(self._local)
         except ConfigError:
             raise
         except Exception as error:  # each of the libraries below has its own
@@ -287,10 +292,25 @@ def _prepare(builder: datasets.DatasetBuilder, path: str, split: str, text_key: 
     return found
 
 
-def _local_files(builder: datasets.DatasetBuilder, split: str) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of the files a stream reads."""
+def _local_files(builder: datasets.DatasetBuilder, split: str) -> list[TextFile]:
+    """The files of this machine that a stream reads."""
     files = []
-    for file in (builder.config.data_files or {}).get(split, []):
-        status = os.stat(file) if os.path.isfile(file) else None
-        files.append((file, 0, 0) if status is None else (os.path.basename(file), status.st_size, status.st_mtime_ns))
+    for name in _named_files(builder, split):
+        if os.path.isfile(name):
+            status = os.stat(name)
+            files.append(TextFile(Path(name), os.path.basename(name), status.st_size, status.st_mtime_ns))
     return files
+
+
+def _facts_of(builder: datasets.DatasetBuilder, split: str, local: list[TextFile]) -> tuple[Any, ...]:
+    """What tells the files of a stream from others: names, and of those of this machine sizes, times and a sample."""
+    known = {str(file.path): (file.name, file.size, file.mtime_ns) for file in local}
+    try:
+        content = sampled_together([file.path for file in local])
+    except OSError as error:
+        raise cannot_read(error) from None
+    return [known.get(name, (name, 0, 0)) for name in _named_files(builder, split)], content
+
+
+def _named_files(builder: datasets.DatasetBuilder, split: str) -> list[str]:
+    return [str(name) for name in (builder.config.data_files or {}).get(split, [])]

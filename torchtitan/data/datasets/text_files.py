@@ -5,6 +5,7 @@ Which files there are, and how they are cut into pieces, is in files.py.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from typing import Annotated
@@ -12,15 +13,18 @@ from typing import Annotated
 from pydantic import Field
 
 from torchtitan.data.compressed import ENDINGS, DamagedError
+from torchtitan.data.contents import sampled_together
 from torchtitan.data.datasets import DATASETS, OnBadRecord, Passage, Skipped, TextSource, needed, refused
 from torchtitan.data.files import (
     KEY,
     Span,
     TextFile,
+    cannot_read,
     find_compressed,
     find_files,
     plan_pieces,
     read_passages,
+    refuse_changed,
     refuse_early,
     refuse_other_kinds,
 )
@@ -73,19 +77,31 @@ class FileSource:
     ) -> None:
         self.name = name
         self.description = f"{len(files)} file(s) with {sum(f.size for f in files) / 1e6:.1f} MB at {path}"
-        facts = (name, options, on_bad_record, [(f.name, f.size, f.mtime_ns) for f in files])
-        self.fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
         self.num_pieces = len(pieces)
+        self._files, self._facts = files, (name, options, on_bad_record)
         self._pieces, self._on_bad_record, self._reader, self._refuse = pieces, on_bad_record, reader, refuse
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        try:
+            content = sampled_together([file.path for file in self._files])
+        except OSError as error:
+            raise cannot_read(error) from None
+        facts = (*self._facts, [(f.name, f.size, f.mtime_ns) for f in self._files], content)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
     def read(self, piece: int) -> Iterator[str | Passage | Skipped]:
+        """The documents of a piece; ConfigError as well where a file is not, after it was read, what it was when the
+        source was built."""
         for span in self._pieces[piece]:
             self._refuse(span.file)
             try:
                 for found in self._reader(span):
                     if isinstance(found, Skipped) and self._on_bad_record == "raise":
+                        refuse_changed([span.file])  # of which a bad record is no wonder
                         raise refused(found)
                     yield found
+                refuse_changed([span.file])
             except OSError as error:
                 raise ConfigError(KEY, f"cannot read {span.file.path}: {error.strerror}") from None
 

@@ -5,6 +5,7 @@ Which piece goes where is worked out in bins.py.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from torchtitan.data.batch import IGNORE_INDEX
+from torchtitan.data.contents import WHOLE_BYTES
 from torchtitan.data.files import KEY
 from torchtitan.data.rows.bins import best_fit, by_rows, cut_documents
 from torchtitan.data.rows.rows import fingerprint_of, place_of, restart_at
@@ -22,12 +24,13 @@ from torchtitan.data.tokens.store import Documents, Tokens, map_array
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
-# Raised by who changes what the plan of given documents is, or how it is written.
+# Raised by who changes what the plan of given documents is. How it is written its size and its hash tell.
 _FORMAT = 1
+_HASH_BYTES = 16
 
 
 class Plan:
-    """Which pieces of documents stand in which row, mapped from a file: int64, and last int32.
+    """Which pieces of documents stand in which row, mapped from a file: int64, then int32, and a hash of all of it.
 
     ``format, rows, pieces, documents``, of each row its first piece (``[rows + 1]``), of each piece the token that it
     begins at and the number of its labels (``[pieces]`` each).
@@ -36,7 +39,7 @@ class Plan:
     def __init__(self, path: Path) -> None:
         self.path = path
         version, self.rows, self.pieces, self.documents = map_array(path, "<i8", count=4).tolist()
-        size = 8 * (4 + self.rows + 1 + self.pieces) + 4 * self.pieces
+        size = 8 * (4 + self.rows + 1 + self.pieces) + 4 * self.pieces + _HASH_BYTES
         if version != _FORMAT or path.stat().st_size != size:
             raise ValueError(f"{path} is not a plan of {self.rows} rows")
         edges = 8 * 4
@@ -48,11 +51,18 @@ class Plan:
 
     @staticmethod
     def find(path: Path) -> Plan | None:
-        """The plan at ``path``; None where there is none, or one that was not written to its end."""
+        """The plan at ``path``; None where there is none, or one that is not what was written, which is looked at up
+        to ``WHOLE_BYTES``."""
         try:
-            return Plan(path)
+            plan, content = Plan(path), map_array(path, "u1")
         except (FileNotFoundError, ValueError):
             return None
+        if (
+            content.size <= WHOLE_BYTES
+            and _hash(content[:-_HASH_BYTES].data).digest() != content[-_HASH_BYTES:].tobytes()
+        ):
+            return None
+        return plan
 
     @staticmethod
     def write(path: Path, tokens: Tokens, documents: Documents, seq_len: int) -> None:
@@ -61,6 +71,7 @@ class Plan:
         begins, lengths = cut_documents(starts, np.append(starts[1:], len(tokens)), seq_len)
         row_of, rows = best_fit(lengths, seq_len)
         order, edges = by_rows(row_of, rows)
+        hasher = _hash()
         with open(path, "wb") as file:
             for numbers, dtype in (
                 (np.array([_FORMAT, rows, len(order), len(documents)]), "<i8"),
@@ -68,12 +79,17 @@ class Plan:
                 (begins[order], "<i8"),
                 (lengths[order], "<i4"),
             ):
-                file.write(numbers.astype(dtype).data)
-            file.flush()
-            os.fsync(file.fileno())
+                content = numbers.astype(dtype).data
+                hasher.update(content)
+                file.write(content)
+            file.write(hasher.digest())
 
     def __reduce__(self) -> tuple[type[Plan], tuple[Path]]:
         return Plan, (self.path,)
+
+
+def _hash(content: bytes | memoryview = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(content, digest_size=_HASH_BYTES)
 
 
 class BestFitRows:
@@ -104,6 +120,8 @@ class BestFitRows:
         with kept_in(folder, "plans of rows"):
             plan = Plan.find(path)
             if plan is None:
+                if path.exists():
+                    logger.warning(f"the plan {path} is damaged, or of an older version: making it again")
                 logger.info(f"planning rows of {seq_len:,} tokens for {len(documents):,} documents, once, into {path}")
                 make_together(
                     path.with_suffix(".work"),

@@ -6,6 +6,9 @@ What stands in them is in the module of each order.
 from __future__ import annotations
 
 import functools
+import json
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,17 +17,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchtitan.data.contents import content_hash
 from torchtitan.data.rows.rows import Rows, fingerprint_of
 from torchtitan.data.sharing import make_together
 from torchtitan.data.tokens.cache import cache_path, kept_in
 from torchtitan.log import logger
 
 Tables = Mapping[str, npt.NDArray[Any]]
+_HASHES = "hashes.json"
 
 
 def open_tables(kind: str, facts: tuple[Any, ...], make: Callable[[], Tables], *, cache_folder: str) -> Tables:
     """The arrays that ``make`` gives, from ``cache_folder`` (empty: the user's) where they were made for the same
-    ``facts``. ConfigError where that folder cannot be used."""
+    ``facts`` and are what was written then. ConfigError where that folder cannot be used."""
     digest = fingerprint_of(kind, facts)[:20]
     root = cache_path(cache_folder)
     folder = root / f"order-{kind}-{digest}"
@@ -33,20 +38,40 @@ def open_tables(kind: str, facts: tuple[Any, ...], make: Callable[[], Tables], *
         logger.info(f"working out the order of {kind}, once, into {folder}")
         unfinished = folder.with_suffix(".part")
         unfinished.mkdir(exist_ok=True)
+        hashes = {}
         for name, table in make().items():
-            np.save(unfinished / f"{name}.npy", table)
+            path = unfinished / f"{name}.npy"
+            with open(path, "wb") as file:
+                np.save(file, table)
+                file.flush()
+                os.fsync(file.fileno())
+            hashes[path.name] = content_hash(path)
+        (unfinished / _HASHES).write_text(json.dumps(hashes))
+        if folder.exists():  # and is not what was written
+            shutil.rmtree(folder)
         unfinished.rename(folder)
 
     with kept_in(folder, "the order of the data", ValueError):
+        if (folder / _HASHES).exists() and not _is_whole(folder):
+            logger.warning(f"{folder} was changed after it was written: making it again")
         make_together(
             folder.with_suffix(".work"),
             0,
             make=lambda k, path: None,
             assemble=assemble,
-            finished=folder.exists,
+            finished=lambda: _is_whole(folder),
         )
         # Plain arrays, for np.memmap costs several times as much to index.
         return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in sorted(folder.glob("*.npy"))}
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the tables in ``folder`` are those that were written there; of the largest, a sample of them."""
+    try:
+        hashes = json.loads((folder / _HASHES).read_bytes())
+        return all(content_hash(folder / name) == known for name, known in hashes.items())
+    except (FileNotFoundError, ValueError, AttributeError):
+        return False
 
 
 def beyond(row: int, rows: int) -> IndexError:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from torchtitan.config.paths import local_path
+from torchtitan.data.contents import WHOLE_BYTES
 from torchtitan.data.datasets import StreamSource, TextSource
 from torchtitan.data.sharing import make_together
 from torchtitan.data.tokens.datatrove import DsWriter, EndedDocuments, index_path
@@ -32,8 +33,6 @@ from torchtitan.secrets import hidden
 
 # Raised by who changes what the ids of a given source and tokenizer are, so that old files are not taken for new.
 _FORMAT = 3
-# Files up to this size are read and compared with their hash when they are opened; larger ones by their size alone.
-_VERIFIED_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -151,12 +150,18 @@ def cache_path(cache_folder: str) -> Path:
     return local_path(users, "data.cache_folder") / "torchtitan" / "tokens"
 
 
-def _hash(content: bytes = b"") -> hashlib.blake2b:
-    return hashlib.blake2b(content, digest_size=16)
+def _holds(path: Path, fingerprint: str) -> bool:
+    """Whether ``path`` has the content that was written, as far as it is looked at."""
+    if path.stat().st_size > WHOLE_BYTES:
+        return True
+    return hashlib.blake2b(map_array(path, "u1").data, digest_size=16).hexdigest() == fingerprint
 
 
 def _read_header(path: Path, *, verify: bool = False) -> TokenHeader | None:
-    """What stands beside the token file at ``path``, None where either is missing or they do not fit together."""
+    """What stands beside the token file at ``path``, None where either is missing or they do not fit together.
+
+    ``verify``: ids and index are read and compared with their hashes, where each is no larger than ``WHOLE_BYTES``.
+    """
     try:
         header = TokenHeader(**json.loads(path.with_suffix(".json").read_bytes()))
         expected, size = header.tokens * np.dtype(header.dtype).itemsize, path.stat().st_size
@@ -164,7 +169,7 @@ def _read_header(path: Path, *, verify: bool = False) -> TokenHeader | None:
             problem = f"{size:,} bytes where {expected:,} were written"
         elif index_path(path).stat().st_size != 8 * header.documents:
             problem = "its index is not that of its documents"
-        elif verify and size <= _VERIFIED_BYTES and _hash(path.read_bytes()).hexdigest() != header.fingerprint:
+        elif verify and not (_holds(path, header.fingerprint) and _holds(index_path(path), header.index_fingerprint)):
             problem = "it was changed after it was written"
             path.with_suffix(".json").unlink(missing_ok=True)  # nobody else may take it for whole
         else:

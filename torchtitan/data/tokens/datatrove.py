@@ -7,6 +7,7 @@ number for people. What becomes of the tokens does not belong here.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from contextlib import ExitStack
@@ -16,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan.data.contents import content_hash, sampled_hash
 from torchtitan.data.files import KEY
-from torchtitan.data.tokens.mapped import MappedTokens, index_hash, sampled_hash
+from torchtitan.data.tokens.mapped import MappedTokens
 from torchtitan.data.tokens.store import map_array
 from torchtitan.errors import ConfigError
 
@@ -77,7 +79,7 @@ def open_ds(path: Path, dtype: str, *, vocab_size: int, sampled_blocks: int) -> 
     index, index_fingerprint = index_path(path), None
     if index.exists():
         _check_index(index, path.stat().st_size // np.dtype(dtype).itemsize)
-        index_fingerprint = index_hash(index)
+        index_fingerprint = content_hash(index)
     fingerprint = f"{dtype} {sampled_hash(path, sampled_blocks)}"
     return DsFile(path, dtype, vocab_size, fingerprint, index_fingerprint)
 
@@ -162,7 +164,8 @@ class DsWriter:
 
     def discard(self) -> None:
         """Leave nothing of it."""
-        self._files.close()
+        with contextlib.suppress(OSError):  # of what had no room and has none now
+            self._files.close()
         for part in self._parts:
             part.unlink(missing_ok=True)
 

@@ -6,6 +6,7 @@ Which pieces there are is the source's; where the ids of all pieces go, the busi
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,10 @@ import numpy.typing as npt
 
 from torchtitan.data.datasets import Passage, Skipped, TextSource
 from torchtitan.data.files import PLACES_TO_CUT
+from torchtitan.data.sharing import UnreadableError
 from torchtitan.data.tokenizer import DescribedTokenizer, Tokenizer, required_vocab_size
 from torchtitan.data.tokens.datatrove import id_dtype
+from torchtitan.errors import one_line
 
 _SEGMENT_CHARACTERS = 1 << 16
 _BATCH_CHARACTERS = 1 << 21
@@ -83,9 +86,13 @@ class Piece:
 
     @staticmethod
     def read(path: Path) -> Piece:
-        with np.load(path) as content:
-            skipped, text_bytes = content["counts"].tolist()
-            return Piece(content["ids"], content["ends"], skipped, text_bytes, str(content["first_skipped"]))
+        """What ``write`` wrote; UnreadableError where it is not that, as the archive's checksums tell."""
+        try:
+            with np.load(path) as content:
+                skipped, text_bytes = content["counts"].tolist()
+                return Piece(content["ids"], content["ends"], skipped, text_bytes, str(content["first_skipped"]))
+        except (zipfile.BadZipFile, EOFError, ValueError, KeyError, NotImplementedError) as error:
+            raise UnreadableError(path, one_line(error)) from None
 
 
 def encode_piece(source: TextSource, piece: int, encoding: Encoding) -> Piece:

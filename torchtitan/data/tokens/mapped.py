@@ -9,7 +9,6 @@ import contextlib
 import errno
 import glob
 import hashlib
-import mmap
 import os
 import resource
 from bisect import bisect_right
@@ -26,8 +25,6 @@ from torchtitan.data.files import KEY, cannot_read, kind_of
 from torchtitan.data.tokens.store import Documents, Tokens, circle_slice, map_array
 from torchtitan.errors import ConfigError
 
-_BLOCK_BYTES = 1 << 12
-_HASHED_BYTES = 1 << 28
 _MAPS_OF_A_FILE, _OTHER_DESCRIPTORS = 3, 512
 
 
@@ -226,31 +223,3 @@ def mapping(files: int) -> Iterator[None]:
         if error.errno == errno.EMFILE:
             remedy = f"; this system lets a process open {hard:,} (ulimit -Hn), and {needed:,} are needed: join some"
         raise ConfigError(KEY, f"cannot read {error.filename or 'token files'}: {error.strerror}{remedy}") from None
-
-
-def sampled_hash(path: Path, blocks: int) -> str:
-    """Hash of a file's size and of ``blocks`` pieces of it at equal distances: of terabytes in the time of a few reads.
-
-    Neither name nor times are in it, so that a moved or copied file is the same.
-    """
-    size = path.stat().st_size
-    hasher = hashlib.sha256(str(size).encode())
-    with open(path, "rb") as file:
-        if size <= blocks * _BLOCK_BYTES:
-            hasher.update(file.read())
-        else:
-            for block in range(blocks):
-                file.seek(block * (size - _BLOCK_BYTES) // (blocks - 1))
-                hasher.update(file.read(_BLOCK_BYTES))
-    return hasher.hexdigest()
-
-
-def index_hash(path: Path) -> str:
-    """Hash of a whole index, by what most processors have instructions for; of one beyond 256 MiB of a sample."""
-    size = path.stat().st_size
-    if size > _HASHED_BYTES:
-        return sampled_hash(path, 4096)
-    if size == 0:
-        return hashlib.sha256().hexdigest()
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return hashlib.sha256(content).hexdigest()

@@ -8,6 +8,7 @@ on them does not belong here.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import struct
@@ -22,8 +23,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan.data.contents import content_hash, sampled_hash
 from torchtitan.data.files import KEY, cannot_read
-from torchtitan.data.tokens.mapped import MappedTokens, index_hash, sampled_hash
+from torchtitan.data.tokens.mapped import MappedTokens
 from torchtitan.data.tokens.store import map_array
 from torchtitan.errors import ConfigError
 
@@ -185,7 +187,7 @@ def open_indexed(header: Header, *, vocab_size: int, sampled_blocks: int) -> Ind
     _check_bounds(header)
     _check_sequences(header)
     fingerprint = f"{header.dtype} {sampled_hash(header.bin, sampled_blocks)}"
-    return IndexedFile(header, vocab_size, fingerprint, index_hash(header.idx))
+    return IndexedFile(header, vocab_size, fingerprint, content_hash(header.idx))
 
 
 def _check_bounds(header: Header) -> None:
@@ -263,7 +265,8 @@ class IndexedWriter:
 
     def discard(self) -> None:
         """Leave nothing of it."""
-        self._files.close()
+        with contextlib.suppress(OSError):  # of what had no room and has none now
+            self._files.close()
         for part in self._parts.values():
             part.unlink(missing_ok=True)
 

@@ -6,6 +6,7 @@ What the files look like is in the module of their format; the command, with its
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +17,11 @@ from typing import Any, Literal
 import numpy as np
 
 from torchtitan.data.datasets import StreamSource, TextSource, TokenSource
-from torchtitan.data.sharing import make_together, pieces_done
+from torchtitan.data.sharing import OtherWorkError, join_work, make_together, pieces_done
 from torchtitan.data.tokens import datatrove, megatron
-from torchtitan.data.tokens.cache import add_pieces, empty
+from torchtitan.data.tokens.cache import add_pieces, empty, kept_in
 from torchtitan.data.tokens.encode import Encoding, encode_piece
+from torchtitan.data.tokens.journal import read_journal
 from torchtitan.data.tokens.store import Documents, Tokens, TokenWriter
 from torchtitan.data.tokens.stream import open_stream
 from torchtitan.errors import ConfigError
@@ -56,43 +58,79 @@ class Target:
 
     @property
     def work(self) -> Path:
-        """The folder of what is done, as long as not all is."""
-        return self.out.with_name(self.out.name + ".work")
+        """The folder of what is done, as long as not all is; of this format, for another may be made at once."""
+        return self.out.with_name(f"{self.out.name}.{self.format}.work")
 
-    def begin(self, facts: Mapping[str, Any]) -> None:
-        """Make the folder of what is done, or go on in it. ConfigError where files are in the way, or what was done
-        there is of other ``facts``."""
-        for file in self.files:
-            if file.exists():
-                raise ConfigError("OUT", f"{file} is there already; remove it, or give another name")
-        recipe, text = self.work / "recipe.json", json.dumps(facts)
+    @property
+    def whole(self) -> bool:
+        """Whether the files are there: the one that appears last."""
+        return self.files[0].exists()
+
+    @contextlib.contextmanager
+    def begun(self, facts: Mapping[str, Any], *, pieces: int = 0, alone: bool = False) -> Iterator[None]:
+        """Within, the files are made of ``facts``, in ``pieces`` if that is not 0, ``alone`` by this process only.
+
+        ConfigError where files are in the way that are not left over from making these, where what is done is of other
+        facts, and where others are making it of them.
+        """
+        with self._usable():
+            if not self._left_over(facts):
+                for file in self.files:
+                    if file.exists():
+                        raise ConfigError("OUT", f"{file} is there already; remove it, or give another name")
+            elif self.whole and not self._all_done(pieces):
+                raise ConfigError("OUT", f"{self.files[0]} is there already; remove it, or give another name")
+        with self.joined(facts, alone=alone):
+            yield
+            if self.whole:
+                shutil.rmtree(self.work, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.work.rmdir()  # some network file systems keep in it what was held open
+
+    @contextlib.contextmanager
+    def joined(self, facts: Mapping[str, Any], *, alone: bool = False) -> Iterator[None]:
+        """As ``begun``, for a process that takes part in what was begun, and perhaps ended meanwhile."""
         try:
-            self.work.mkdir(parents=True, exist_ok=True)
-            if not pieces_done(self.work) and not any(self.work.glob("*.journal")):
-                recipe.with_suffix(".part").write_text(text)
-                recipe.with_suffix(".part").rename(recipe)
-            elif not recipe.exists() or recipe.read_text() != text:
-                raise ConfigError(
-                    "OUT",
-                    f"{self.work} holds pieces of other data or of another tokenizer; remove it, or give another name",
-                )
-        except OSError as error:
-            raise ConfigError("OUT", f"cannot write there: {error}") from None
+            with self._usable():
+                part = join_work(self.work, _told(facts), begun=self._something_done, alone=alone)
+        except OtherWorkError as error:
+            raise ConfigError("OUT", f"{self.work} {error}, or give another name") from None
+        with part:
+            yield
+
+    def _usable(self) -> contextlib.AbstractContextManager[None]:
+        return kept_in(self.out.parent, "token files")
+
+    def _left_over(self, facts: Mapping[str, Any]) -> bool:
+        try:
+            return (self.work / "recipe.json").read_bytes() == _told(facts)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _something_done(self) -> bool:
+        return bool(pieces_done(self.work)) or any(self.work.glob("*.journal"))
+
+    def _all_done(self, pieces: int) -> bool:
+        if pieces:
+            return pieces_done(self.work) == pieces
+        return any(read_journal(path)[0].ended for path in self.work.glob("*.journal"))
 
     def write(self, limit: int, tokenizer: str, fill: Callable[[TokenWriter], tuple[int, str]]) -> Result:
         """Let ``fill`` write ids below ``limit``, and put the files in their place; it returns how many records were
-        skipped, and the first. ConfigError where there is no token."""
-        if self.format == "ds":
-            dtype = datatrove.id_dtype(limit)
-            writer: TokenWriter = datatrove.DsWriter(self.files[0], dtype, tokenizer)
-        else:
-            dtype = megatron.id_dtype(limit)
-            writer = megatron.IndexedWriter(self.out, dtype)
-        skipped, first_skipped = fill(writer)
-        if writer.tokens == 0:
-            writer.discard()
-            raise empty(writer.documents, skipped, first_skipped)
-        writer.finish()
+        skipped, and the first. ConfigError where there is no token, and where they cannot be written."""
+        with self._usable(), contextlib.ExitStack() as unless_whole:
+            if self.format == "ds":
+                dtype = datatrove.id_dtype(limit)
+                writer: TokenWriter = datatrove.DsWriter(self.files[0], dtype, tokenizer)
+            else:
+                dtype = megatron.id_dtype(limit)
+                writer = megatron.IndexedWriter(self.out, dtype)
+            unless_whole.callback(writer.discard)
+            skipped, first_skipped = fill(writer)
+            if writer.tokens == 0:
+                raise empty(writer.documents, skipped, first_skipped)
+            writer.finish()
+            unless_whole.pop_all()
         return Result(0, writer.tokens, writer.documents, skipped, first_skipped, np.dtype(dtype).name)
 
 
@@ -104,11 +142,12 @@ class Preparation:
     encoding: Encoding
     target: Target
 
-    def begin(self) -> int:
-        """Make the folder of pieces, or go on in it; how many are there. ConfigError as ``Target.begin``."""
-        facts = {"source": self.source.fingerprint, "pieces": self.source.num_pieces, **self.encoding.facts()}
-        self.target.begin(facts)
-        return self.pieces_done()
+    def begun(self) -> contextlib.AbstractContextManager[None]:
+        """Within, any number of processes ``share`` it. ConfigError as ``Target.begun``."""
+        return self.target.begun(self._facts(), pieces=self.source.num_pieces)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"source": self.source.fingerprint, "pieces": self.source.num_pieces, **self.encoding.facts()}
 
     def pieces_done(self) -> int:
         """How many pieces are in the folder."""
@@ -136,54 +175,59 @@ class Preparation:
 
             result = self.target.write(self.encoding.limit, self.encoding.tokenizer.name, fill)
 
-        make_together(
-            self.target.work,
-            self.source.num_pieces,
-            make=make,
-            assemble=assemble,
-            finished=self.target.files[0].exists,
-            start=start,
-        )
+        with self.target.joined(self._facts()), kept_in(self.target.work, "what is done"):
+            make_together(
+                self.target.work,
+                self.source.num_pieces,
+                make=make,
+                assemble=assemble,
+                finished=lambda: self.target.whole,
+                start=start,
+            )
         return replace(result, made_tokens=made_tokens)
 
 
 def prepare_stream(source: StreamSource, encoding: Encoding, target: Target, progress: Callable[[int], None]) -> Result:
     """All documents of a stream as tokens in files; ``progress`` hears how many are there. After a kill it goes on
-    with what was read. ConfigError as ``Target.begin`` and ``open_stream``."""
-    target.begin({"stream": source.fingerprint, **encoding.facts()})
-    tokens = open_stream(source, encoding, cache_folder=str(target.work))
-    while not tokens.ended:
-        progress(tokens.progress.documents)
-        tokens.wait_for(tokens.progress.tokens + 1)
-    tokens.rest()
-    there = tokens.progress
+    with what was read. ConfigError as ``Target.begun`` and ``open_stream``."""
+    with target.begun({"stream": source.fingerprint, **encoding.facts()}, alone=True):
+        if target.whole:
+            return Result(0)
+        tokens = open_stream(source, encoding, cache_folder=str(target.work))
+        while not tokens.ended:
+            progress(tokens.progress.documents)
+            tokens.wait_for(tokens.progress.tokens + 1)
+        tokens.rest()
+        there = tokens.progress
 
-    def fill(writer: TokenWriter) -> tuple[int, str]:
-        _copy(tokens, tokens.documents, writer)
-        return there.skipped, ""  # which one was first, the reader has told
+        def fill(writer: TokenWriter) -> tuple[int, str]:
+            _copy(tokens, tokens.documents, writer)
+            return there.skipped, ""  # which one was first, the reader has told
 
-    result = target.write(encoding.limit, encoding.tokenizer.name, fill)
-    shutil.rmtree(target.work)
+        result = target.write(encoding.limit, encoding.tokenizer.name, fill)
     return replace(result, made_tokens=there.tokens)
 
 
 def prepare_tokens(source: TokenSource, target: Target) -> Result:
     """Tokens in files of another format, or several files as one. ConfigError where nothing says where documents begin,
-    and as ``Target.begin``."""
+    and as ``Target.begun``."""
     tokens = source.open(_ANY_ID)
     if tokens.documents is None:
         raise ConfigError("training.dataset_path", "no index says where documents begin, and OUT has to say it")
     documents = tokens.documents
-    target.begin({"tokens": tokens.fingerprint, "documents": documents.fingerprint})
-    limit = 1 + max(int(tokens.window(start, length).max()) for start, length in _steps(0, len(tokens)))
+    with target.begun({"tokens": tokens.fingerprint, "documents": documents.fingerprint}, alone=True):
+        limit = 1 + max(int(tokens.window(start, length).max()) for start, length in _steps(0, len(tokens)))
 
-    def fill(writer: TokenWriter) -> tuple[int, str]:
-        _copy(tokens, documents, writer)
-        return 0, ""
+        def fill(writer: TokenWriter) -> tuple[int, str]:
+            _copy(tokens, documents, writer)
+            return 0, ""
 
-    result = target.write(limit, "unknown", fill)
-    shutil.rmtree(target.work)
+        result = target.write(limit, "unknown", fill)
     return replace(result, made_tokens=result.tokens)
+
+
+def _told(facts: Mapping[str, Any]) -> bytes:
+    return json.dumps(facts).encode()
 
 
 def _copy(tokens: Tokens, documents: Documents, writer: TokenWriter) -> None:

@@ -21,14 +21,9 @@ from torchtitan.data.sharing import take_lock
 from torchtitan.data.tokens.cache import cached_file, kept_in
 from torchtitan.data.tokens.datatrove import EndedDocuments, index_path
 from torchtitan.data.tokens.encode import Encoding
+from torchtitan.data.tokens.journal import Progress, read_journal
 from torchtitan.data.tokens.store import circle_window, map_array
-from torchtitan.data.tokens.stream_reader import (
-    Progress,
-    Reader,
-    lost_end,
-    read_journal,
-    read_wanted,
-)
+from torchtitan.data.tokens.stream_reader import Reader, lost_end, read_wanted, remove_damaged
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
@@ -40,12 +35,14 @@ _ALL = 1 << 62
 def open_stream(source: StreamSource, encoding: Encoding, *, cache_folder: str = "") -> StreamTokens:
     """The tokens of ``source``, of which the first are there; the others come when they are needed.
 
-    They stay in ``cache_folder`` (empty: the user's), 2 or 4 bytes each, so that a restart reads no text twice. Raises
+    They stay in ``cache_folder`` (empty: the user's), 2 or 4 bytes each, so that a restart reads no text twice; where
+    the newest 256 MiB of them are not what was written, the stream is read anew. Raises
     ConfigError for a stream that cannot be read or holds nothing, and for a folder that cannot be used.
     """
     path, recipe = cached_file(source, encoding, cache_folder)
     with kept_in(path.parent, "token files"):
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_damaged(path, np.dtype(encoding.dtype).itemsize)
     tokens = StreamTokens(path, source, encoding, hashlib.sha256(json.dumps(recipe).encode()).hexdigest())
     tokens.window(0, 1)
     tokens.rest()  # loader workers, which are started next, shall read on

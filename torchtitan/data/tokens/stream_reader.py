@@ -12,23 +12,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import json
 import os
-import struct
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
+from torchtitan.data.contents import WHOLE_BYTES
 from torchtitan.data.datasets import Interrupted, Place, Skipped, StreamSource
+from torchtitan.data.sharing import held_lock, take_lock
 from torchtitan.data.tokens.cache import empty, kept_in
 from torchtitan.data.tokens.datatrove import index_path, metadata_path, metadata_text
 from torchtitan.data.tokens.encode import Encoding, encode_documents
+from torchtitan.data.tokens.journal import RECORD_BYTES, Progress, damage, read_journal, record
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 
@@ -36,43 +36,6 @@ _POLL_SECONDS = 0.04
 _RETRY_SECONDS = (1, 2, 4, 8, 16, 30, 60)
 """How long is waited before a stream that broke off is read again; after the last time it has failed."""
 _PIECE_CHARACTERS = 1 << 25
-_RECORD = struct.Struct("<6Q8s")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What of a stream is there, counted from its beginning; ``ended`` is 1 where that is all of it."""
-
-    tokens: int = 0
-    documents: int = 0
-    records: int = 0
-    skipped: int = 0
-    text_bytes: int = 0
-    ended: int = 0
-
-    def pack(self) -> bytes:
-        numbers = struct.pack("<6Q", *astuple(self))
-        return numbers + _check(numbers)
-
-
-def _check(numbers: bytes) -> bytes:
-    return hashlib.blake2b(numbers, digest_size=8).digest()
-
-
-def read_journal(path: Path) -> tuple[Progress, int]:
-    """The last whole record of a journal, and how many there are up to it."""
-    try:
-        with open(path, "rb") as file:
-            count = os.fstat(file.fileno()).st_size // _RECORD.size
-            # The last one may have been torn by a loss of power.
-            for number in range(count, 0, -1):
-                record = os.pread(file.fileno(), _RECORD.size, (number - 1) * _RECORD.size)
-                *numbers, check = _RECORD.unpack(record)
-                if check == _check(record[:-8]):
-                    return Progress(*numbers), number
-    except FileNotFoundError:
-        pass
-    return Progress(), 0
 
 
 def read_wanted(path: Path) -> int:
@@ -85,6 +48,32 @@ def read_wanted(path: Path) -> int:
 def lost_end(file: Path) -> ConfigError:
     stem = file.with_name(file.name.partition(".ds")[0])
     return ConfigError("data.cache_folder", f"{file} has lost its end; remove {stem}* to read the stream anew")
+
+
+def remove_damaged(path: Path, id_bytes: int) -> None:
+    """Take away what stands at ``path`` where it is not what its journal says, so that the stream is read anew.
+
+    Who has it mapped keeps what he sees. ConfigError where somebody reads it on all the same.
+    """
+    if damage(path, id_bytes, WHOLE_BYTES) is None:
+        return
+    # Another one may have found it as well, and read it anew by now.
+    with held_lock(path.with_suffix(".look")):
+        problem = damage(path, id_bytes, WHOLE_BYTES)
+        if problem is None:
+            return
+        lock = take_lock(path.with_suffix(".lock"), wait=False)
+        if lock is None:
+            raise ConfigError(
+                "data.cache_folder",
+                f"the stream's tokens in {path} are damaged ({problem}), and another process reads on behind them; "
+                "end that one, or name another folder",
+            )
+        with lock:
+            logger.warning(f"the stream's tokens in {path} are damaged ({problem}): reading it anew")
+            # The journal first, for it vouches for the others.
+            for file in (path.with_suffix(".journal"), path, index_path(path)):
+                file.unlink(missing_ok=True)
 
 
 class Reader:
@@ -134,7 +123,7 @@ class Reader:
         for file, size in (
             (path, self._progress.tokens * np.dtype(self._encoding.dtype).itemsize),
             (index_path(path), self._progress.documents * 8),
-            (journal, self._pieces * _RECORD.size),
+            (journal, self._pieces * RECORD_BYTES),
         ):
             file.touch()
             if file.stat().st_size < size:
@@ -205,17 +194,17 @@ class Reader:
             raise empty(after.documents, after.skipped, piece.first_skipped)
         path, dtype = self._path, np.dtype(self._encoding.dtype)
         with kept_in(path.parent, "token files"):
-            ends = (piece.ends + before.tokens).astype("<u8")
+            ids, ends = piece.ids.astype(dtype).tobytes(), (piece.ends + before.tokens).astype("<u8").tobytes()
             # On the disk before the journal vouches for them.
-            _write_at(path, before.tokens * dtype.itemsize, piece.ids.astype(dtype).tobytes(), sync=True)
-            _write_at(index_path(path), before.documents * 8, ends.tobytes(), sync=True)
+            _write_at(path, before.tokens * dtype.itemsize, ids, sync=True)
+            _write_at(index_path(path), before.documents * 8, ends, sync=True)
             unfinished = path.with_suffix(".part")
             _write_at(unfinished, 0, json.dumps(place.state).encode())
             unfinished.rename(self._place_file(self._pieces + 1))
             if ended:
                 text = metadata_text(self._encoding.tokenizer.name, dtype.itemsize, after.tokens)
                 metadata_path(path).write_text(text)
-            _write_at(path.with_suffix(".journal"), self._pieces * _RECORD.size, after.pack())
+            _write_at(path.with_suffix(".journal"), self._pieces * RECORD_BYTES, record(after, ids, ends))
             self._place_file(self._pieces).unlink(missing_ok=True)
         self._progress, self._pieces, self._place = after, self._pieces + 1, place
         if ended:
