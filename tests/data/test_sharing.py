@@ -92,7 +92,9 @@ def test_one_that_is_killed_is_made_up_for(tmp_path: Path) -> None:
     join(processes)
     assert [p.exitcode for p in processes] == [0, 0, -signal.SIGKILL, 0]
     assert_whole(tmp_path)
-    assert sorted(k for _, k in made(tmp_path)) == list(range(COUNT))
+    pieces = [k for _, k in made(tmp_path)]
+    # It may have been killed while its piece went to the disk.
+    assert set(pieces) == set(range(COUNT)) and len(pieces) <= COUNT + 1
 
 
 def test_killed_again_and_again_it_still_gets_there(tmp_path: Path) -> None:

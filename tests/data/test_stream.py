@@ -169,7 +169,7 @@ class TestTokens:
 
     def test_what_was_changed_while_another_reads_on_is_refused(self, tmp_path: Path) -> None:
         tokens = opened(tmp_path)
-        tokens.want(2000)
+        tokens.window(2000, 1)  # whose reader waits for who needs more
         (ds,) = tmp_path.glob("*.ds")
         ds.write_bytes(bytes(ds.stat().st_size))
         with pytest.raises(ConfigError, match="and another process reads on behind them"):
