@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -34,11 +35,14 @@ class ConfigError(ValueError):
 
 @contextmanager
 def keys_told_as(names: Mapping[str, str], who: str = "") -> Iterator[None]:
-    """A ConfigError of a key in ``names``, or of one below it, tells the name that stands there: for parts that know
-    themselves under one key and are asked for under another. One of a key that is not theirs alone says ``who``."""
+    """A ConfigError of a key in ``names``, or of one below it, tells the name that stands there, and so does what it
+    says: for parts that know themselves under one key and are asked for under another. One of a key that is not theirs
+    alone says ``who``."""
     try:
         yield
     except ConfigError as error:
+        for own, name in names.items():
+            error.problem = re.sub(rf"(?<![\w.]){re.escape(own)}(?=[. ]|$)", name, error.problem)
         for own, name in names.items():
             if error.key is not None and (error.key == own or error.key.startswith(f"{own}.")):
                 error.key = name + error.key.removeprefix(own)

@@ -66,7 +66,8 @@ class DataPosition:
             begin = self.next_row + (stage.from_step - 1 - step) * rows_of_a_step
             if known and begin < self.next_row:
                 raise ConfigError(
-                    stage.key, f"is before step {step}, at which the checkpoint was saved without it; take a later one"
+                    stage.key,
+                    f"is not after step {step}, at which a checkpoint was saved without it; take a later one",
                 )
             self.begins.append(max(begin, 0))
         return self.begins
@@ -82,11 +83,16 @@ class DataPosition:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         begun = state.get("stages", [[0, state["fingerprint"], 1]])
-        if [fingerprint for _, fingerprint, *_ in begun] != [s.fingerprint for s in self.stages[: len(begun)]]:
+        blended = len(begun) > 1 or len(self.stages) > 1
+        for number, (_, fingerprint, *_) in enumerate(begun):
+            if number < len(self.stages) and fingerprint == self.stages[number].fingerprint:
+                continue
+            which = f" of part {number + 1} of the run, which has begun," if blended else ""
+            remedy = "; put back what it was, and let what is new begin at a later from_step" if blended else ""
             raise ConfigError(
-                "data.sources" if len(begun) > 1 or len(self.stages) > 1 else "training.dataset",
-                "the data, tokenizer, order, debug.seed or training.seq_len are not those of the checkpoint, so its "
-                "position means nothing; to begin the new data at their first row, set "
+                "data.sources" if blended else "training.dataset",
+                f"the data, their weights, tokenizer, order, debug.seed or training.seq_len{which} are not those of "
+                f"the checkpoint, so its position means nothing{remedy}; to begin the new data at their first row, set "
                 'checkpoint.exclude_from_loading = ["dataloader"]',
             )
         next_row, begins = state["next_row"], [begin for begin, *_ in begun]

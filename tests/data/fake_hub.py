@@ -71,14 +71,14 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 def tell(name: str, path: str | None, **options: Any) -> dict[str, Any]:
     """What comes of a data set: its documents, or its error; and in how many seconds."""
-    from torchtitan.data.datasets import DATASETS, Place, StreamSource
+    from torchtitan.data.datasets import DATASETS, Place, is_stream
     from torchtitan.errors import ConfigError
     from torchtitan.secrets import hidden
 
     began = time.monotonic()
     try:
         source = DATASETS.bind(name, options, key="data.args")(path, "raise")
-        if isinstance(source, StreamSource):
+        if is_stream(source):
             documents = [text for found, _ in source.read_from(Place()) for text in found]
         else:
             documents = [text for piece in range(source.num_pieces) for text in source.read(piece)]

@@ -9,6 +9,7 @@ import pytest
 
 from torchtitan.config import describe_error, load_config
 from torchtitan.data.blend import Blend, Source, plan_blend, plan_one
+from torchtitan.data.datasets import check_source
 from torchtitan.data.tokenizers.utf8 import BytesTokenizer
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.store import Tokens
@@ -125,6 +126,26 @@ def test_packing_that_a_source_does_not_fit_names_the_source(files: Path) -> Non
         open_rows(job)
 
 
+def test_what_is_said_of_keys_names_those_of_the_source(files: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        planned(WIKI, {"dataset": "jsonl", "dataset_path": "bad.jsonl", "text_key": "title"})
+    assert refused.value.key == "data.sources[1].dataset_path"
+    assert "no key 'title' (there are: text; set data.sources[1].text_key)" in refused.value.problem
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (SimpleNamespace(name="mine", read=None, num_pieces=1), "returned a TextSource without description"),
+        (SimpleNamespace(name="mine", description="", open=None), "returned a TokenSource without order_options"),
+        (7, "must return a TextSource, StreamSource or TokenSource, not 7"),
+    ],
+)
+def test_what_is_no_data_set_is_told(made: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_source(made, "mine")
+
+
 def test_a_bad_record_names_the_source(files: Path) -> None:
     blend = planned(WIKI, {"dataset": "jsonl", "dataset_path": "bad.jsonl"})
     with pytest.raises(ConfigError, match=r"^data.sources\[1\].dataset_path: .*bad.jsonl:2: no key 'text'"):
@@ -203,7 +224,7 @@ class TestPosition:
             assert position.place_stages(8, 6) == [0, 48 + (stages[1].from_step - 9) * 6]
         late = DataPosition([self.ONE, self.TWO])
         late.load_state_dict({"fingerprint": "one", "next_row": 78})
-        with pytest.raises(ConfigError, match=r"data.sources\[1\].from_step: is before step 13"):
+        with pytest.raises(ConfigError, match=r"data.sources\[1\].from_step: is not after step 13"):
             late.place_stages(13, 6)
 
     @pytest.mark.parametrize("from_step", [2, 12, 1000])

@@ -196,7 +196,7 @@ def test_a_path_in_the_home_of_nobody(name: str) -> None:
 
 def test_fingerprint_follows_what_the_documents_depend_on(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "x"}\n')
+    path.write_text('{"text": "x", "body": "y"}\n')
     os.utime(path, ns=(1, 1))
     same = [build("jsonl", path), build("jsonl", tmp_path), build("jsonl", tmp_path / "*.jsonl")]
     other = [build("jsonl", path, text_key="body"), build("jsonl", path, "skip"), build("text", path)]

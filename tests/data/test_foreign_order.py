@@ -226,6 +226,13 @@ class TestRefused:
             ),
             (["megatron", "megatron"], {"name": "b", "from_step": 9}, {}, "data.sources[1].from_step", "no stages"),
             (["several"], {}, {}, "data.sources[0].dataset_path", "holds 2 data sets"),
+            (
+                ["megatron"],
+                {"part": "valid"},
+                {"order": "native"},
+                "data.sources[0].split",
+                "say which split part is of",
+            ),
             (["megatron"], {}, {"global_batch_size": -1}, "training.global_batch_size", "give it as a number"),
             (
                 ["text", "nanoset"],

@@ -198,7 +198,11 @@ class TestC4:
         pa.parquet.write_table(pa.table({"text": ["rows"]}), tmp_path / "b.parquet")
         assert self.read("c4", tmp_path / "b.parquet") == self.read("c4_validation", tmp_path) == ["rows"]
         datasets.Dataset.from_dict({"text": ["saved"]}).save_to_disk(tmp_path / "saved")
-        assert self.read("c4", tmp_path / "saved") == ["saved"]
+        assert self.read("c4", tmp_path / "saved") == self.read("c4_validation", tmp_path / "saved") == ["saved"]
+        assert self.read("hub", tmp_path / "saved") == ["saved"]
+        with pytest.raises(ConfigError, match="holds one data set and no other") as error:
+            self.read("hub", tmp_path / "saved", split="test")
+        assert error.value.key == "data.args.split"
 
     def test_what_is_of_the_hub_alone(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is of the hub's stream") as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.data.datasets import DATASETS, TokenSource
+from torchtitan.data.datasets import DATASETS, TokenSource, is_tokens
 from torchtitan.data.tokens.datatrove import DsWriter
 from torchtitan.data.tokens.megatron import IndexedWriter
 from torchtitan.data.tokens.store import Tokens
@@ -55,7 +55,7 @@ def raw_idx(
 
 def source(name: str, path: Path, **options: Any) -> TokenSource:
     built: TokenSource = DATASETS.bind(name, options, key="data.args")(str(path), "raise")
-    assert isinstance(built, TokenSource)
+    assert is_tokens(built)
     return built
 
 

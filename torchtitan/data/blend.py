@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.tables import SOURCES, TableList
-from torchtitan.data.datasets import DATASETS, OnBadRecord, StreamSource, TextSource, TokenSource
+from torchtitan.data.datasets import DATASETS, AnySource, OnBadRecord, check_source, is_stream, is_tokens
 from torchtitan.data.files import KEY
 from torchtitan.data.tokens.cache import open_tokens
 from torchtitan.data.tokens.encode import Encoding
@@ -27,7 +27,7 @@ class Source:
     """A data set of a run. It knows itself as that of [training]; if it stands elsewhere, ``told_as`` are its keys, and
     ``name`` tells it from the others."""
 
-    data: TextSource | StreamSource | TokenSource
+    data: AnySource
     told_as: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
 
@@ -38,15 +38,15 @@ class Source:
     @property
     def is_text(self) -> bool:
         """Whether it is to be tokenised."""
-        return not isinstance(self.data, TokenSource)
+        return not is_tokens(self.data)
 
     def open(self, encoding: Encoding | None, vocab_size: int, *, cache_folder: str, rank: int, ranks: int) -> Tokens:
         """Its tokens, ids below ``vocab_size``; all ``ranks`` share the work of tokenising text with ``encoding``."""
         with self.told():
-            if isinstance(self.data, TokenSource):
+            if is_tokens(self.data):
                 return self.data.open(vocab_size)
             assert encoding is not None
-            if isinstance(self.data, StreamSource):
+            if is_stream(self.data):
                 return open_stream(self.data, encoding, cache_folder=cache_folder)
             return open_tokens(self.data, encoding, cache_folder=cache_folder, rank=rank, ranks=ranks)
 
@@ -71,6 +71,7 @@ class Blend:
 def plan_one(dataset: str, path: str | None, options: Mapping[str, Any], on_bad_record: OnBadRecord) -> Blend:
     """A run on one data set, which never changes."""
     data = DATASETS.bind(dataset, options, key="training.dataset")(path, on_bad_record=on_bad_record)
+    check_source(data, dataset)
     name = _name_of(dataset, path)
     return Blend({name: Source(data)}, [Stage(1, {name: Fraction(1)}, "training.dataset")])
 
@@ -125,7 +126,9 @@ def bind_source(
     told_as = {KEY: f"{section}.dataset_path", "training.dataset": f"{section}.dataset", "data.args": options_in}
     bound = DATASETS.bind(dataset, options, key=options_in)
     with keys_told_as(told_as):
-        return Source(bound(path, on_bad_record=on_bad_record), told_as, name)
+        data = bound(path, on_bad_record=on_bad_record)
+        check_source(data, dataset)
+        return Source(data, told_as, name)
 
 
 def _name_of(dataset: str, path: str | None) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from torchtitan.config import load_config
-from torchtitan.data.datasets import DATASETS, StreamSource, TextSource, TokenSource
+from torchtitan.data.datasets import DATASETS, TextSource, is_stream, is_tokens
 from torchtitan.data.files import KEY
 from torchtitan.data.tokenizer import TOKENIZERS, DescribedTokenizer, Tokenizer, special_ids
 from torchtitan.data.tokens.survey import Survey, survey, total
@@ -62,9 +62,9 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         try:
             with _on_disk(file) as path:
                 source = build(path, on_bad_record=data.on_bad_record)
-                if isinstance(source, TokenSource):
+                if is_tokens(source):
                     raise ConfigError(file, f"holds tokens already, as {kind}; give text")
-                if isinstance(source, StreamSource):
+                if is_stream(source):
                     raise ConfigError(file, "is a stream, whose end nobody knows; set data.args.streaming = false")
                 found[file] = _survey(source, tokenizer, keep=_MOST_IDS + 1 if arguments.ids else 0)
                 found[file].first_skipped = found[file].first_skipped.replace(path, file)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from torchtitan.config import load_config
 from torchtitan.config.paths import local_path
-from torchtitan.data.datasets import DATASETS, StreamSource, TextSource, TokenSource
+from torchtitan.data.datasets import DATASETS, StreamSource, TextSource, TokenSource, is_stream, is_tokens
 from torchtitan.data.tokenizer import TOKENIZERS, special_ids
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.prepare import Preparation, Result, Target, prepare_stream, prepare_tokens
@@ -57,9 +57,9 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     source, encoding = _source(overrides)
     before, workers = "", 1
     with keys_told_as(_OWN_KEYS):
-        if isinstance(source, TokenSource):
+        if is_tokens(source):
             results = [prepare_tokens(source, target)]
-        elif isinstance(source, StreamSource):
+        elif is_stream(source):
             with _bar("document") as bar:
                 results = [prepare_stream(source, _needed(encoding), target, lambda there: _show(bar, there))]
         else:
@@ -98,7 +98,7 @@ def _source(overrides: Sequence[str]) -> tuple[TextSource | StreamSource | Token
     source = DATASETS.bind(training.dataset, data.args, key="training.dataset")(
         training.dataset_path, on_bad_record=data.on_bad_record
     )
-    if isinstance(source, TokenSource):
+    if is_tokens(source):
         return source, None
     options = config.tokenizer.model_extra or {}
     tokenizer = TOKENIZERS.bind(config.tokenizer.name, options, key="tokenizer")(config.model.hf_assets_path)
@@ -172,7 +172,7 @@ def _work(overrides: list[str], target: Target, fingerprint: str, start: int, se
     try:
         with keys_told_as(_OWN_KEYS):
             source, encoding = _source(overrides)
-            assert not isinstance(source, (TokenSource, StreamSource))
+            assert not is_tokens(source) and not is_stream(source)
             if source.fingerprint != fingerprint:
                 raise ConfigError("training.dataset_path", "was changed while it was read")
             sender.send(Preparation(source, _needed(encoding), target).share(start))

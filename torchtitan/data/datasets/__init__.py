@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torchtitan.data.files import KEY, TextFile, line_number
 from torchtitan.errors import ConfigError
 from torchtitan.registry import Registry
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
     from torchtitan.data.tokens.store import Tokens
 
 OnBadRecord = Literal["raise", "skip"]
@@ -89,7 +91,6 @@ class Interrupted(Exception):
     """A stream broke off, as networks do: it may be read again from an earlier place."""
 
 
-@runtime_checkable
 class StreamSource(Protocol):
     """What a builder returns whose documents come one after the other only, nobody knows how many."""
 
@@ -110,7 +111,6 @@ class StreamSource(Protocol):
         ...
 
 
-@runtime_checkable
 class TokenSource(Protocol):
     """What a builder returns instead whose data are tokens already: no tokenizer is asked, BOS and EOS are as they lie.
 
@@ -129,6 +129,38 @@ class TokenSource(Protocol):
         An id of ``vocab_size`` or more, or below 0, is a ConfigError when a window holds it.
         """
         ...
+
+
+AnySource = TextSource | StreamSource | TokenSource
+
+
+def is_tokens(source: AnySource) -> TypeIs[TokenSource]:
+    """By what it can do, for a protocol would ask for its fingerprint, which some work out of all the data."""
+    return hasattr(source, "open")
+
+
+def is_stream(source: AnySource) -> TypeIs[StreamSource]:
+    return hasattr(source, "read_from")
+
+
+def check_source(source: Any, name: str) -> None:
+    """ConfigError where what builds the data set ``name`` has given what is none of the three."""
+    for kind, protocol in (("open", TokenSource), ("read_from", StreamSource), ("read", TextSource)):
+        if hasattr(source, kind):
+            own = {*dir(source), *getattr(source, "__dict__", ())}
+            if lacking := sorted(_members(protocol) - own):
+                raise ConfigError(
+                    "training.dataset", f"what builds {name} returned a {protocol.__name__} without {lacking[0]}"
+                )
+            return
+    raise ConfigError(
+        "training.dataset", f"what builds {name} must return a TextSource, StreamSource or TokenSource, not {source!r}"
+    )
+
+
+def _members(protocol: Any) -> set[str]:
+    """Names that ``protocol`` asks for."""
+    return {name for name in (*vars(protocol), *protocol.__annotations__) if not name.startswith("_")}
 
 
 DATASETS: Registry[Any] = Registry("dataset", home=__name__, receives=("path", "on_bad_record"))

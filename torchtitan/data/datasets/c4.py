@@ -49,9 +49,10 @@ def _builder(split: str, what: str) -> Callable[..., TextSource | StreamSource]:
 
 
 def _build_local(path: str, on_bad_record: OnBadRecord, split: str, text_key: str) -> TextSource | StreamSource:
-    if is_saved(needed(path, "c4")):
-        return build_hub(path, on_bad_record, split=split, text_key=text_key)
-    folder = local_path(path, KEY)
+    folder = local_path(needed(path, "c4"), KEY)
+    if is_saved(path):
+        several = (folder / "dataset_dict.json").is_file()
+        return build_hub(path, on_bad_record, split=split if several else None, text_key=text_key)
     # A copy of the hub's folder holds both splits, each in files of its name.
     for own in (folder / _CONFIG, folder):
         if own.is_dir() and any(own.glob(f"c4-{split}.*")):

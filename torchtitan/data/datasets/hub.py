@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _BUILDERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-Split = Annotated[str, Field(min_length=1, description="split of the data set")]
+Split = Annotated[str | None, Field(min_length=1, description="split of the data set; none: train")]
 Revision = Annotated[str | None, Field(description="commit, tag or branch at the hub; none: the newest, said aloud")]
 DocumentsAtOnce = Annotated[
     int | None, Field(description="documents of a stream tokenised between two notes of its place (1024)", ge=1)
@@ -56,7 +56,7 @@ def build_hub(
     on_bad_record: OnBadRecord,
     *,
     config: Annotated[str | None, Field(description="configuration of the data set; none: its default")] = None,
-    split: Split = "train",
+    split: Split = None,
     revision: Revision = None,
     text_key: Annotated[str, Field(description="column of the text")] = "text",
     data_files: Annotated[list[str], Field(description="files of it that are read; none: all of the split")] = [],  # noqa: B006
@@ -69,6 +69,7 @@ def build_hub(
     for name, value in (("documents_at_once", documents_at_once), ("shuffle_rows", shuffle_rows)):
         if value is not None and not streaming:
             raise ConfigError(f"data.args.{name}", "is of streams; set data.args.streaming = true, or leave it out")
+    wanted, split = split, split or "train"
     choice = (config, split, data_files, text_key, on_bad_record)
     if is_saved(given):
         if streaming or config or data_files or revision:
@@ -77,7 +78,7 @@ def build_hub(
                 f"{given} was made by save_to_disk and is read where it lies: leave out streaming, config, revision "
                 "and data_files of data.args",
             )
-        saved = _load_saved(given, split, text_key)
+        saved = _load_saved(given, wanted, text_key)
         return HubSource(given, lambda: saved, choice, split, on_bad_record, text_key)
     commit, opened = _open(given, config, revision, data_files)
     shown = given
@@ -223,15 +224,19 @@ def is_saved(path: str) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def _load_saved(path: str, split: str, text_key: str) -> datasets.Dataset:
+def _load_saved(path: str, wanted: str | None, text_key: str) -> datasets.Dataset:
     import datasets
 
     with plainly(path):
         found = datasets.load_from_disk(str(local_path(path, KEY)))
     if isinstance(found, datasets.DatasetDict):
+        split = wanted or "train"
         if split not in found:
             raise ConfigError(KEY, f"{path}: no split {split!r} (there are: {listed(found)}; set data.args.split)")
         found = found[split]
+    elif wanted not in (None, str(found.split)):
+        what = "one data set" if found.split is None else f"the split {found.split}"
+        raise ConfigError("data.args.split", f"{path} holds {what} and no other; leave this out")
     _check_column(found.features, path, text_key)
     return found
 

@@ -30,7 +30,10 @@ def build_jsonl(
 ) -> TextSource:
     """JSON lines in UTF-8, compressed or not, each one document: a file, a folder or a glob."""
     reader = functools.partial(_read_jsonl, text_key=text_key)
-    return text_source("jsonl", needed(path, "jsonl"), suffixes, on_bad_record, reader, text_key)
+    source = text_source("jsonl", needed(path, "jsonl"), suffixes, on_bad_record, reader, text_key)
+    if on_bad_record == "raise":
+        next(iter(source.read(0)), None)  # a mistyped key is told before the start, for all records will lack it
+    return source
 
 
 @DATASETS.register("c4_test")

@@ -45,8 +45,7 @@ def build_megatron(
     split: Split = None,
     part: PartOf = None,
 ) -> TokenSource:
-    """Tokens of Megatron-LM: what ``X.bin`` and ``X.idx`` are called without their ending, one of them, a folder or a
-    glob; several are one, by name."""
+    """Tokens of Megatron-LM: ``X``, ``X.bin`` or ``X.idx``, a folder or a glob; several are one, in order of names."""
     from torchtitan.data.tokens.megatron import read_header
 
     path = needed(path, "megatron")
@@ -76,11 +75,15 @@ class MegatronSource:
         self.order_seed = 1234 if order_seed is None else order_seed
         self._headers, self._path, self._is_part = headers, path, split is not None or part is not None
         self.split, self.part = split or "969, 30, 1", part or "train"
+        self.lacks_split = split is None and part is not None
+        """A part was asked for and no split given: fine where Megatron-LM's own is meant."""
         tokens = sum(header.bin.stat().st_size // header.id_bytes for header in headers)
         if tokens == 0:
             raise ConfigError(KEY, f"there is no token in {path}")
         sequences = sum(header.sequences for header in headers)
-        self.description = f"{len(headers)} file(s) with {tokens:,} tokens in {sequences:,} sequences at {path}"
+        share = f"{self.part} of {self.split} of " if self._is_part else ""
+        held = f"{len(headers)} file(s) with {tokens:,} tokens in {sequences:,} sequences"
+        self.description = f"{share}{held} at {path}"
 
     def check_one_file(self) -> None:
         """ConfigError where there are several, of which Megatron-LM makes a blend."""

@@ -53,8 +53,15 @@ def check_unordered(sources: Iterable[Source]) -> None:
     """ConfigError for options of an order of sources that are looked at as they lie."""
     for source in sources:
         with source.told():
+            _check_split(source.data)
             for option in getattr(source.data, "order_options", ()):
                 raise ConfigError(f"data.args.{option}", "orders what is trained on, not this; leave it out")
+
+
+def _check_split(data: Any) -> None:
+    """Two that leave it out mean the same only by chance."""
+    if isinstance(data, MegatronSource) and data.lacks_split:
+        raise ConfigError("data.args.split", 'say which split part is of, such as "969, 30, 1"')
 
 
 def _check_source(data: Any, order: str) -> None:
@@ -64,6 +71,7 @@ def _check_source(data: Any, order: str) -> None:
         if isinstance(data, MegatronSource):
             data.check_one_file()
     elif isinstance(data, _PROGRAMS):
+        _check_split(data)
         for option in data.order_options:
             raise ConfigError(f"data.args.{option}", 'means something for data.order = "source" only; leave it out')
 
