@@ -247,6 +247,10 @@ class ActivationCheckpoint(Section):
     )
     debug: bool = key(False, "on an error, show the operations of both times; slow")
 
+    @property
+    def per_op(self) -> bool:
+        return self.mode == "selective" and self.selective_ac_option == "op"
+
 
 class Compile(Section):
     """Compiling by torch.compile"""

@@ -14,11 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from torchtitan.config.schema import ActivationCheckpoint
 from torchtitan.distributed.gradients import local_part
-from torchtitan.distributed.spread import Spread
-from torchtitan.errors import ConfigError
 from torchtitan.models.spec import Layout
-
-_FORCED = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
 
 _PRODUCTS = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
 """Matrix products → which of their inputs is the weight, transposed."""
@@ -30,31 +26,6 @@ _ATTENTION = {
     torch.ops.higher_order.flex_attention,
 }
 """Never computed twice: dear, and what comes out is no larger than what goes in."""
-
-
-def check_activation_checkpoint(
-    keys: ActivationCheckpoint, spread: Spread, layout: Layout, parameters: Mapping[str, Sequence[int]]
-) -> None:
-    """ConfigError for what ``keys`` ask for and cannot be had. ``parameters`` of the model are shapes by name."""
-    if keys.mode != "selective" or keys.selective_ac_option != "op":
-        return
-    plan = spread.pipeline
-    if plan is not None and plan.splits_backward:
-        raise ConfigError(
-            "activation_checkpoint.selective_ac_option",
-            f"what op keeps is used up by one backward pass, and the pipeline's {plan.schedule} makes two; set it to a "
-            'number, or activation_checkpoint.mode to "full"',
-        )
-    maps = [name for name, shape in parameters.items() if name.startswith(f"{layout.blocks}.") and len(shape) == 2]
-    if keys.per_op_sac_force_recompute_mm_shapes_by_fqns != DEFAULT_FORCED:
-        for part in keys.per_op_sac_force_recompute_mm_shapes_by_fqns:
-            if not any(part in name.rpartition(".")[0] for name in maps):
-                raise ConfigError(
-                    _FORCED, f"no linear map has {part!r} in its name; names look like {maps[0].rpartition('.')[0]}"
-                )
-
-
-DEFAULT_FORCED = ActivationCheckpoint().per_op_sac_force_recompute_mm_shapes_by_fqns
 
 
 def apply_activation_checkpoint(
@@ -79,7 +50,7 @@ def apply_activation_checkpoint(
         "debug": keys.debug,
     }
     nth = 1
-    if keys.mode == "selective" and keys.selective_ac_option == "op":
+    if keys.per_op:
         shapes = frozenset(_weight_shapes(model, layout, keys.per_op_sac_force_recompute_mm_shapes_by_fqns))
         options["context_fn"] = partial(_keeping_some, shapes)
     elif keys.mode == "selective":

@@ -4,43 +4,12 @@ When in the order it is done stands in ``parallelize.py``; what a block keeps fo
 ``activation_checkpoint.py``.
 """
 
-import os
-import shutil
-import sys
-
 import torch
 from torch import nn
 
-from torchtitan.config.schema import Compile
-from torchtitan.distributed.spread import Spread
-from torchtitan.errors import ConfigError
 from torchtitan.log import logger
 from torchtitan.loss.losses import Loss
 from torchtitan.models.spec import Layout
-from torchtitan.registry import unknown_name
-
-
-def check_compile(keys: Compile, spread: Spread, *, on_cpu: bool) -> None:
-    """ConfigError for what ``keys`` cannot be had with, looking for nothing unless ``keys.enable``."""
-    if not keys.enable:
-        return
-    plan = spread.pipeline
-    if plan is not None and plan.splits_backward:
-        raise ConfigError(
-            "compile.enable",
-            f"the pipeline's {plan.schedule} computes gradients of inputs and of weights apart, and a compiled block "
-            "would compute both each time; take another parallelism.pipeline_parallel_schedule, or leave it at false",
-        )
-    known = torch.compiler.list_backends(exclude_tags=())
-    if keys.backend not in known:
-        raise unknown_name("backend", keys.backend, known, key="compile.backend")
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if keys.backend == "inductor" and on_cpu and shutil.which(compiler) is None:
-        raise ConfigError(
-            "compile.backend",
-            f"inductor needs a C++ compiler on a CPU, and there is no {compiler}; install one, say where it is in the "
-            'environment variable CXX, or set it to "aot_eager", which needs none and makes nothing faster',
-        )
 
 
 def compile_blocks(model: nn.Module, layout: Layout, backend: str) -> None:

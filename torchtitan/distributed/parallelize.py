@@ -50,8 +50,7 @@ def parallelize(
     stages = [None] if spread.pipeline is None or pipeline is None else spread.pipeline.stages_of(pipeline.rank)
     tied = spec.tied(args) if pipeline is None else {}
     spread_logits = spread.spread_logits and hasattr(loss, "on_spread_logits")
-    components = () if compiled is None else compiled.components
-    if compiled is not None and "loss" in components:
+    if compiled is not None and "loss" in compiled.components:
         loss = compile_loss(loss, compiled.backend)
     parts = []
     for names in stages:
@@ -67,10 +66,15 @@ def parallelize(
             apply_context_parallel(part, spec.layout, split, spread.mask)
         else:
             apply_mask(part, spec.layout, spread.mask)
-        if activation_checkpoint is not None:
-            apply_activation_checkpoint(part, spec.layout, activation_checkpoint, blocks)
-        if compiled is not None and "model" in components:
+        checkpoint = activation_checkpoint or ActivationCheckpoint()
+        # Where a graph would compute again what it got of spread parameters, torch's compiler fails: around it, then.
+        around = tensor is not None and not checkpoint.per_op
+        if not around:
+            apply_activation_checkpoint(part, spec.layout, checkpoint, blocks)
+        if compiled is not None and "model" in compiled.components:
             compile_blocks(part, spec.layout, compiled.backend)
+        if around:
+            apply_activation_checkpoint(part, spec.layout, checkpoint, blocks)
         apply_fsdp(
             part,
             spec.layout,

@@ -7,9 +7,9 @@ family, in ``models/``.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -87,25 +87,44 @@ class _Spread:
     spread_logits: bool = True
 
 
-def _set_forward(module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, **more: Any) -> None:
+def _set_forward(
+    module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, *, without: str = "", **more: Any
+) -> None:
+    """Compute by ``forward(module, ...)``; of its parameters the twin has none ``without`` name."""
     # It shares all with the module but its parameters: those of the module come and go with FSDP's gathering.
     twin = copy.copy(module)
+    names = tuple(twin._parameters)
     twin._parameters = {}
+    twin.__dict__["owner"] = module  # and not as a module in it
+    cls: Any = type(module)
+    twin.__class__ = _reading_parts(cls, names, without)
     module.spread = _Spread(twin, mesh.get_group(), mesh, **more)  # type: ignore[assignment]
     module.forward = MethodType(forward, module)
 
 
-def _compute(module: Any, *inputs: Any, without: str = "") -> Any:
-    """The forward pass that ``module`` has by its class, on this rank's parts of its parameters but ``without`` one."""
+@functools.cache
+def _reading_parts(cls: Any, names: tuple[str, ...], without: str) -> Any:
+    """``cls`` whose parameters ``names`` are this rank's parts of those of the ``owner`` of an instance; nothing is set
+    for that, which in a checkpointed and compiled block nothing may be."""
+
+    def part(name: str) -> property:
+        def read(twin: Any) -> Tensor | None:
+            parameter = twin.owner._parameters[name]
+            return None if parameter is None or name == without else local_part(parameter)
+
+        return property(read)
+
+    return type(cls.__name__, (cls,), {"training": property(_training)} | {name: part(name) for name in names})
+
+
+def _training(twin: Any) -> bool:
+    return bool(twin.owner.training)
+
+
+def _compute(module: Any, *inputs: Any) -> Any:
+    """The forward pass that ``module`` has by its class, on this rank's parts of its parameters."""
     twin = module.spread.twin
-    twin.training = module.training
-    for name, parameter in module._parameters.items():
-        held = parameter is not None and name != without
-        twin._parameters[name] = local_part(parameter) if held else None
-    try:
-        return type(twin).forward(twin, *inputs)
-    finally:
-        twin._parameters.clear()
+    return type(twin).forward(twin, *inputs)
 
 
 def _gather(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
@@ -121,11 +140,11 @@ def _on_its_own(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> Non
 
 def _row(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
     """Each rank has a part of every output's sum; what is added to the sum is added once."""
-    _set_forward(module, _row_forward, mesh)
+    _set_forward(module, _row_forward, mesh, without="bias")
 
 
 def _row_forward(module: Any, x: Tensor) -> Tensor:
-    out = scatter_dim(_compute(module, x, without="bias"), TOKENS, module.spread.group)
+    out = scatter_dim(_compute(module, x), TOKENS, module.spread.group)
     bias = module._parameters.get("bias")
     return out if bias is None else out + local_part(bias)
 
@@ -183,7 +202,9 @@ def tensor_seams(loss: Loss, mesh: DeviceMesh, vocab_size: int, *, spread_logits
     and the gradients of parameters that are whole on every rank."""
     group = mesh.get_group()
     first, _ = _own_rows(vocab_size, mesh)
-    part = VocabularyPart(first, vocab_size, sum=partial(sum_alike, group=group), max=partial(max_alike, group=group))
+    part = VocabularyPart(
+        first, vocab_size, sum=functools.partial(sum_alike, group=group), max=functools.partial(max_alike, group=group)
+    )
 
     def complete_gradients(parameters: Sequence[Tensor]) -> None:
         # Each rank saw some of the tokens that went through them, or some of the heads.
@@ -191,4 +212,4 @@ def tensor_seams(loss: Loss, mesh: DeviceMesh, vocab_size: int, *, spread_logits
         sum_gradients(whole, group)
 
     seams: dict[str, Any] = {"complete_gradients": complete_gradients}
-    return seams | ({"loss": partial(loss, part=part)} if spread_logits else {})
+    return seams | ({"loss": functools.partial(loss, part=part)} if spread_logits else {})
