@@ -10,6 +10,14 @@ from torchtitan.models.spec import MODELS
 from torchtitan.resolve import resolve_args
 
 VOCABULARY, SEQ_LEN = 64, 256
+MODES = {
+    "none": ActivationCheckpoint(),
+    "every 3rd": ActivationCheckpoint(mode="selective", selective_ac_option="3"),
+    "every 2nd": ActivationCheckpoint(mode="selective", selective_ac_option="2"),
+    "per op": ActivationCheckpoint(mode="selective", selective_ac_option="op"),
+    "full": ActivationCheckpoint(mode="full"),
+}
+"""From that which keeps most to that which keeps least."""
 
 
 def build(keys: ActivationCheckpoint, *, layers: int = 8, family: str = "llama3") -> nn.Module:

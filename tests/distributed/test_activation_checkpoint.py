@@ -1,13 +1,11 @@
 """What blocks keep for the backward pass: how much memory, which of them, what is refused; that numbers stay the same
 is in equivalence/test_passes.py."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.kept_memory import build, kept_bytes
+from tests.distributed.kept_memory import MODES, build, kept_bytes
 from torchtitan.config.schema import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.distributed.passes import check_activation_checkpoint
@@ -22,14 +20,7 @@ LAYOUT = Layout(stem=("stem",), blocks="layers", head=("head",))
 
 
 def test_memory_of_each_mode() -> None:
-    modes: list[dict[str, Any]] = [
-        {"mode": "none"},
-        {"mode": "selective", "selective_ac_option": "3"},
-        {"mode": "selective", "selective_ac_option": "2"},
-        {"mode": "selective", "selective_ac_option": "op"},
-        {"mode": "full"},
-    ]
-    kept = [kept_bytes(build(ActivationCheckpoint(**mode))) for mode in modes]
+    kept = [kept_bytes(build(keys)) for keys in MODES.values()]
     print([f"{share / kept[0]:.3f}" for share in kept])
     assert kept == sorted(kept, reverse=True)
     assert kept[-1] <= kept[0] / 4  # measured: 0.06
