@@ -25,13 +25,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize(
     ("layout", "cells"),
     [
-        (Layout({}), [*EAGER, Cell("none", "aot_eager"), Cell("per op", "aot_eager")]),
+        (Layout({}), [*EAGER, Cell("per op", "aot_eager")]),
         (Layout({}, Model("gpt2")), EAGER[1:3]),
         (Layout({}, Model(dtype="bfloat16", packing="documents")), EAGER[1:3]),
         (Layout({"dp": 2}), EAGER[:3]),
         (Layout({"cp": 2}), EAGER[:3]),
         (Layout({"cp": 2, "method": "ulysses"}, Model(packing="documents")), EAGER[:3]),
-        (Layout({"pp": 2}), [*EAGER[:3], Cell("full", "aot_eager")]),
+        (Layout({"pp": 2}), EAGER[:3]),
         (Layout({"tp": 2}), [*EAGER[:3], Cell("full", "aot_eager")]),
         *((Layout({"pp": 2, "schedule": s}, Model(layers=8)), EAGER[:2]) for s in ("ZBVZeroBubble", "DualPipeV")),
     ],
