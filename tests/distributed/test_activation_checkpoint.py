@@ -125,3 +125,7 @@ def test_refusals(spread: Spread, parts: list[str] | None, says: str) -> None:
     check_activation_checkpoint(
         ActivationCheckpoint(mode="selective", selective_ac_option="op"), Spread(), LAYOUT, PARAMETERS
     )
+    with pytest.raises(ConfigError, match=r"^activation_checkpoint\.mode: torch's compiler cannot compute again"):
+        check_activation_checkpoint(
+            ActivationCheckpoint(mode="memory_budget"), Spread(degrees=Degrees(shard=1, tensor=2)), LAYOUT, PARAMETERS
+        )

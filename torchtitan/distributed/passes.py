@@ -48,6 +48,12 @@ def check_activation_checkpoint(
     keys: ActivationCheckpoint, spread: Spread, layout: Layout, parameters: Mapping[str, Sequence[int]]
 ) -> None:
     """ConfigError for what ``keys`` ask for and cannot be had. ``parameters`` of the model are shapes by name."""
+    if keys.mode == "memory_budget" and spread.degrees.tensor > 1:
+        raise ConfigError(
+            "activation_checkpoint.mode",
+            "torch's compiler cannot compute again what it got of parameters that tensor ranks share; take "
+            '"selective" or "full", or parallelism.tensor_parallel_degree=1',
+        )
     if not keys.per_op:
         return
     plan = spread.pipeline
