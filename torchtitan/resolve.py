@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 from upath import UPath
 
@@ -31,6 +32,7 @@ from torchtitan.data.rows.foreign import check_order, check_unordered
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, special_ids
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.distributed.convert import convert_model
+from torchtitan.distributed.passes import check_activation_checkpoint, check_compile
 from torchtitan.distributed.spread import Spread, check_lengths, micro_batches, plan_spread
 from torchtitan.errors import CheckpointError, ConfigError, keys_told_as
 from torchtitan.log import logger
@@ -100,6 +102,8 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         local_batch_size=training.local_batch_size,
         mask="causal" if data.packing == "concat" else "documents",
     )
+    check_compile(config.compile, spread, on_cpu=not torch.cuda.is_available())
+    check_activation_checkpoint(config.activation_checkpoint, spread, spec.layout, shapes)
     rows = training.global_batch_size
     micro_batches(
         spread, training.local_batch_size * spread.degrees.readers if rows == -1 else rows, training.local_batch_size

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchtitan import __version__
 from torchtitan.data.batch import Batch
 from torchtitan.data.loader import build_loader
+from torchtitan.distributed.compile import Graphs
 from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.parallelize import parallelize
@@ -65,7 +66,10 @@ class Trainer:
             seed=config.debug.seed,
             precision=self.precision,
             cpu_offload=config.training.enable_cpu_offload,
+            activation_checkpoint=config.activation_checkpoint,
+            compiled=config.compile if config.compile.enable else None,
         )
+        self.graphs = Graphs() if config.compile.enable else None
         if config.model.print_after_conversion:
             logger.info("the model after its converters:\n" + "\n".join(map(str, self.runner.parts)))
         self.parameters = [parameter for _, parameter in self.runner.named_parameters]
@@ -179,6 +183,8 @@ class Trainer:
             state.tokens_seen += state.global_batch_size * config.training.seq_len
             self.progress.position.next_row += state.global_batch_size
             clock.steps += 1
+            if self.graphs is not None:
+                self.graphs.look("training", state.step)
             if state.step in (first_step, self.steps) or state.step % config.metrics.log_freq == 0:
                 self._log(float(loss), float(norm), own_valid, num_valid, clock)
                 clock = Clock()
@@ -188,6 +194,8 @@ class Trainer:
                 with clock.paused(self.world.device):
                     for stats in self.evaluator.round(state.step, stop):
                         self.metrics.validated(stats)
+                if self.graphs is not None:
+                    self.graphs.look("validation", state.step)
             if self.checkpointer is not None and state.step < self.steps:
                 self.checkpointer.save(state.step)
             collection.step(state.step)

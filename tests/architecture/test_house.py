@@ -122,6 +122,8 @@ def test_the_whole_config_is_seen_by_few() -> None:
 PRIVATE = {
     "_StorageInfo": "checkpoint/dcp/writer.py",
     # attribute or name → the one file that may use it, because there is no public way
+    "_dynamo": "distributed/compile.py",
+    "_functorch": "distributed/activation_checkpoint.py",
     "_set_pg_timeout": "distributed/world.py",
     "__create_chunk_list__": "distributed/whole.py",
     "_Action": "distributed/schedules.py",

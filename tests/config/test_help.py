@@ -42,7 +42,10 @@ def test_options_that_differ_between_parts_are_listed_for_each() -> None:
         ("training.dataset", ["training.dataset"]),
         ("optimizer.beta1", ["  decay of the first moment", "  now:       0.9 (default)"]),
         ("model.args.dim", ["model.args", "  now:       {dim = 64} (command line)"]),
-        ("compile.enable", ["  compiling the model is not built yet", "  accepted:  false, which asks for nothing"]),
+        (
+            "memory_estimation.enable",
+            ["  estimating memory is not built yet", "  accepted:  false, which asks for nothing"],
+        ),
         ("data.sources", ["  tables of several data sets, blended by their weights, in stages"]),
         ("comm", ["[comm] How long ranks wait for each other"]),
         ("optimizer", ["[optimizer] How gradients become updates"]),

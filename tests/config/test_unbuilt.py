@@ -28,14 +28,14 @@ def test_only_the_value_that_asks_for_nothing(key: str) -> None:
 
 def test_what_asks_for_nothing_is_dropped() -> None:
     config = load_config(
-        ["--compile.no_enable", "--parallelism.expert_parallel_degree=1", "--compile.components", "model,loss"]
+        ["--comm.mode=default", "--parallelism.expert_parallel_degree=1", "--quantize.linear.mx.filter_fqns", "output"]
     )
     assert config == load_config([])
 
 
 def test_a_number_is_not_a_truth() -> None:
     with pytest.raises(ConfigError, match="leave it at false"):
-        UNBUILT["compile.enable"].refuse_unless_off(0, key="compile.enable")
+        UNBUILT["profiling.enable_profiling"].refuse_unless_off(0, key="x")
     UNBUILT["fault_tolerance.fragment_update_alpha"].refuse_unless_off(0, key="x")
 
 

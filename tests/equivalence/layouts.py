@@ -340,10 +340,15 @@ def _run(world: World, argv: list[str]) -> Record | None:
     degrees = job.spread.degrees
     record = Record(initial=whole_parameters({name: p.detach() for name, p in named}, world))
     widen(named)
+
+    def note(module: nn.Module, inputs: Any, out: Tensor) -> None:
+        if not torch.compiler.is_compiling():  # whose graphs it would break
+            record.dtypes.add(out.dtype)
+
     for part in trainer.runner.parts:
         for module in part.modules():
             if isinstance(module, nn.Linear):
-                module.register_forward_hook(lambda m, inputs, out: record.dtypes.add(out.dtype))
+                module.register_forward_hook(note)
 
     def keep(*_: Any) -> None:
         if not record.gradients:

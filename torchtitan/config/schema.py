@@ -225,6 +225,41 @@ class Parallelism(Section):
     module_fqns_per_model_part: list[list[str]] | None = key(None, "modules of each stage; none: worked out")
 
 
+class ActivationCheckpoint(Section):
+    """What is kept of the forward pass, and what computed again in the backward pass to save memory"""
+
+    mode: Literal["none", "full", "selective", "memory_budget"] = key(
+        "none",
+        "full: blocks keep their inputs alone; selective: some blocks do, or all keep some results; memory_budget: "
+        "the compiler chooses",
+    )
+    selective_ac_option: Annotated[str, Field(pattern="^(op|[1-9][0-9]{0,5})$")] = key(
+        "2", "selective: a number n for every n-th block, or op: attention and every other matrix product are kept"
+    )
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[Annotated[str, Field(min_length=1)]] = key(
+        ["moe.router.gate"], "op: parts of names of linear maps; no product by a weight of such a shape is kept"
+    )
+    early_stop: bool = key(False, "stop computing again as soon as all is there that the backward pass needs")
+    memory_budget: float = key(0.5, "memory_budget: what is kept, from 0 as with full to 1 as with none", ge=0, le=1)
+    preserve_rng_state: bool = key(True, "draw the same random numbers when computing again; false saves a little")
+    determinism_check: Literal["default", "none"] = key(
+        "default", "compare shapes and types of what is computed again with the first time"
+    )
+    debug: bool = key(False, "on an error, show the operations of both times; slow")
+
+    @property
+    def per_op(self) -> bool:
+        return self.mode == "selective" and self.selective_ac_option == "op"
+
+
+class Compile(Section):
+    """Compiling by torch.compile"""
+
+    enable: bool = key(False, "compile what components names; the first step then takes a minute or more")
+    components: list[Literal["model", "loss"]] = key(["model", "loss"], "model: each block; loss", min_length=1)
+    backend: str = key("inductor", "compiler: inductor, or one registered with torch")
+
+
 class Checkpoint(Section):
     """What is saved and loaded"""
 
@@ -287,6 +322,8 @@ class JobConfig(Section):
     data: Data = Field(default_factory=Data)
     validation: Validation = Field(default_factory=Validation)
     parallelism: Parallelism = Field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = Field(default_factory=ActivationCheckpoint)
+    compile: Compile = Field(default_factory=Compile)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     comm: Comm = Field(default_factory=Comm)
     debug: Debug = Field(default_factory=Debug)

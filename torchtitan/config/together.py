@@ -5,7 +5,7 @@ What one key may say alone is in schema.py; what needs the model, the data or th
 
 from __future__ import annotations
 
-from torchtitan.config.schema import KEYS, Checkpoint, JobConfig
+from torchtitan.config.schema import KEYS, ActivationCheckpoint, Checkpoint, Compile, JobConfig
 from torchtitan.errors import ConfigError
 
 _TABLES = {
@@ -40,7 +40,22 @@ def check_together(config: JobConfig) -> None:
                 f"{section}.dataloader.prefetch_factor",
                 f"there are no workers to prepare batches; set {section}.dataloader.num_workers as well",
             )
+    _check_recomputed(config.activation_checkpoint, config.compile)
     _check_checkpoint(config.checkpoint)
+
+
+def _check_recomputed(keys: ActivationCheckpoint, compiled: Compile) -> None:
+    blocks = compiled.enable and "model" in compiled.components
+    if keys.mode == "memory_budget" and not (blocks and compiled.backend == "inductor"):
+        raise ConfigError(
+            "activation_checkpoint.mode",
+            "a budget is kept by the compiler of blocks alone; set compile.enable = true, with inductor and with model "
+            'among compile.components, or take "selective"',
+        )
+    if blocks:
+        for name, off in (("debug", False), ("determinism_check", "default")):
+            if getattr(keys, name) != off:
+                raise ConfigError(f"activation_checkpoint.{name}", "does nothing in compiled blocks; leave it out")
 
 
 def _check_checkpoint(keys: Checkpoint) -> None:

@@ -84,22 +84,7 @@ _add("checkpoint", "loading quantized weights", {"initial_load_in_hf_quantized":
 _add("checkpoint", "", {"create_seed_checkpoint": False}, "weights are the same in every layout: none is needed")
 _add("checkpoint", "", {"interval_type": "steps"}, "intervals are counted in steps")
 _add("checkpoint", "fault tolerance by replicas", {"enable_ft_dataloader_checkpoints": True})
-_add(
-    "activation_checkpoint",
-    "activation checkpointing",
-    {
-        "mode": "none",
-        "selective_ac_option": "2",
-        "per_op_sac_force_recompute_mm_shapes_by_fqns": ["moe.router.gate"],
-        "early_stop": False,
-        "memory_budget": 0.5,
-        "visualize_memory_budget_pareto": False,
-        "preserve_rng_state": True,
-        "determinism_check": "default",
-        "debug": False,
-    },
-)
-_add("compile", "compiling the model", {"enable": False, "components": ["model", "loss"], "backend": "inductor"})
+_add("activation_checkpoint", "the curve of memory budgets", {"visualize_memory_budget_pareto": False})
 _add(
     "quantize.linear.float8",
     "float8",

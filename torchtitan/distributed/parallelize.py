@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan.config.schema import ActivationCheckpoint, Compile
+from torchtitan.distributed.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.distributed.compile import compile_blocks, compile_loss
 from torchtitan.distributed.context import ContextSplit, apply_context_parallel, apply_mask
 from torchtitan.distributed.convert import convert_model
 from torchtitan.distributed.fsdp import Precision, apply_fsdp
@@ -38,16 +41,21 @@ def parallelize(
     seed: int,
     precision: Precision,
     cpu_offload: bool,
+    activation_checkpoint: ActivationCheckpoint | None = None,
+    compiled: Compile | None = None,
 ) -> Runner:
-    """Build on meta, cut into stages, convert, split, shard, materialise, initialise."""
+    """Build on meta, cut into stages, convert, split, checkpoint, compile, shard, materialise, initialise."""
     pipeline, tensor, context = topology.pipeline, topology.tensor, topology.context
     split = None if context is None else ContextSplit(context, spread.context_method, spread.head_tail)
     stages = [None] if spread.pipeline is None or pipeline is None else spread.pipeline.stages_of(pipeline.rank)
     tied = spec.tied(args) if pipeline is None else {}
     spread_logits = spread.spread_logits and hasattr(loss, "on_spread_logits")
+    if compiled is not None and "loss" in compiled.components:
+        loss = compile_loss(loss, compiled.backend)
     parts = []
     for names in stages:
         part = spec.build_meta(args)
+        blocks = [block for block, _ in part.get_submodule(spec.layout.blocks).named_children()]
         if names is not None:
             prune(part, spec.layout, names)
         convert_model(part, converters, tied)
@@ -58,6 +66,15 @@ def parallelize(
             apply_context_parallel(part, spec.layout, split, spread.mask)
         else:
             apply_mask(part, spec.layout, spread.mask)
+        checkpoint = activation_checkpoint or ActivationCheckpoint()
+        # Where a graph would compute again what it got of spread parameters, torch's compiler fails: around it, then.
+        around = tensor is not None and not checkpoint.per_op
+        if not around:
+            apply_activation_checkpoint(part, spec.layout, checkpoint, blocks)
+        if compiled is not None and "model" in compiled.components:
+            compile_blocks(part, spec.layout, compiled.backend)
+        if around:
+            apply_activation_checkpoint(part, spec.layout, checkpoint, blocks)
         apply_fsdp(
             part,
             spec.layout,

@@ -7,12 +7,15 @@ family, in ``models/``.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -65,25 +68,63 @@ def _placement(role: Role, parameter: str) -> Placement:
     return Replicate()
 
 
-class _OnLocalParts:
-    """The forward pass that a module has by its class, on this rank's parts of its parameters."""
+@dataclass(frozen=True)
+class _Spread:
+    """What a module computes its part with: ``twin``, the forward pass that it has by its class on this rank's parts of
+    its parameters, and who has the others.
 
-    def __init__(self, module: nn.Module, *, without: str = "") -> None:
-        self._module, self._without = module, without
-        # It shares all with the module but its parameters: those of the module come and go with FSDP's gathering.
-        self._twin = copy.copy(module)
-        self._twin._parameters = {}
+    It is found on the module by functions that all modules share, so that blocks compile to one graph and not to one
+    each.
+    """
 
-    def __call__(self, *inputs: Any) -> Any:
-        twin = self._twin
-        twin.training = self._module.training
-        for name, parameter in self._module._parameters.items():
-            held = parameter is not None and name != self._without
-            twin._parameters[name] = local_part(parameter) if held else None  # type: ignore[arg-type, assignment]
-        try:
-            return type(twin).forward(twin, *inputs)
-        finally:
-            twin._parameters.clear()
+    twin: nn.Module
+    group: ProcessGroup
+    mesh: DeviceMesh
+    rows: tuple[int, int] = (0, 0)
+    """The first of the rows of a table that this rank holds, and the one after its last."""
+    size: int = 0
+    """Rows of the whole table."""
+    spread_logits: bool = True
+
+
+def _set_forward(
+    module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, *, without: str = "", **more: Any
+) -> None:
+    """Compute by ``forward(module, ...)``; of its parameters the twin has none ``without`` name."""
+    # It shares all with the module but its parameters: those of the module come and go with FSDP's gathering.
+    twin = copy.copy(module)
+    names = tuple(twin._parameters)
+    twin._parameters = {}
+    twin.__dict__["owner"] = module  # and not as a module in it
+    cls: Any = type(module)
+    twin.__class__ = _reading_parts(cls, names, without)
+    module.spread = _Spread(twin, mesh.get_group(), mesh, **more)  # type: ignore[assignment]
+    module.forward = MethodType(forward, module)
+
+
+@functools.cache
+def _reading_parts(cls: Any, names: tuple[str, ...], without: str) -> Any:
+    """``cls`` whose parameters ``names`` are this rank's parts of those of the ``owner`` of an instance; nothing is set
+    for that, which in a checkpointed and compiled block nothing may be."""
+
+    def part(name: str) -> property:
+        def read(twin: Any) -> Tensor | None:
+            parameter = twin.owner._parameters[name]
+            return None if parameter is None or name == without else local_part(parameter)
+
+        return property(read)
+
+    return type(cls.__name__, (cls,), {"training": property(_training)} | {name: part(name) for name in names})
+
+
+def _training(twin: Any) -> bool:
+    return bool(twin.owner.training)
+
+
+def _compute(module: Any, *inputs: Any) -> Any:
+    """The forward pass that ``module`` has by its class, on this rank's parts of its parameters."""
+    twin = module.spread.twin
+    return type(twin).forward(twin, *inputs)
 
 
 def _gather(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
@@ -94,33 +135,31 @@ def _gather(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
 
 def _on_its_own(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
     """A column, or a norm on some tokens or some heads, needs nothing of other ranks."""
-    module.forward = _OnLocalParts(module)
+    _set_forward(module, _compute, mesh)
 
 
 def _row(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
     """Each rank has a part of every output's sum; what is added to the sum is added once."""
-    group, compute = mesh.get_group(), _OnLocalParts(module, without="bias")
+    _set_forward(module, _row_forward, mesh, without="bias")
 
-    def forward(x: Tensor) -> Tensor:
-        out = scatter_dim(compute(x), TOKENS, group)
-        bias = module._parameters.get("bias")
-        return out if bias is None else out + local_part(bias)
 
-    module.forward = forward
+def _row_forward(module: Any, x: Tensor) -> Tensor:
+    out = scatter_dim(_compute(module, x), TOKENS, module.spread.group)
+    bias = module._parameters.get("bias")
+    return out if bias is None else out + local_part(bias)
 
 
 def _embedding(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
     """A rank looks up the tokens of its part of the vocabulary; all others are zeros there."""
-    group, compute = mesh.get_group(), _OnLocalParts(module)
     vocabulary, _ = module.get_parameter("weight").shape
-    first, last = _own_rows(vocabulary, mesh)
+    _set_forward(module, _embedding_forward, mesh, rows=_own_rows(vocabulary, mesh))
 
-    def forward(tokens: Tensor) -> Tensor:
-        elsewhere = (tokens < first) | (tokens >= last)
-        out = compute((tokens - first).masked_fill(elsewhere, 0))
-        return scatter_dim(out.masked_fill(elsewhere.unsqueeze(-1), 0.0), TOKENS, group)
 
-    module.forward = forward
+def _embedding_forward(module: Any, tokens: Tensor) -> Tensor:
+    first, last = module.spread.rows
+    elsewhere = (tokens < first) | (tokens >= last)
+    out = _compute(module, (tokens - first).masked_fill(elsewhere, 0))
+    return scatter_dim(out.masked_fill(elsewhere.unsqueeze(-1), 0.0), TOKENS, module.spread.group)
 
 
 def _own_rows(rows: int, mesh: DeviceMesh) -> tuple[int, int]:
@@ -131,20 +170,20 @@ def _own_rows(rows: int, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def _head(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
-    group, compute = mesh.get_group(), _OnLocalParts(module)
     vocabulary, _ = module.get_parameter("weight").shape
+    _set_forward(module, _head_forward, mesh, size=vocabulary, spread_logits=spread_logits)
 
-    def forward(x: Tensor) -> Tensor:
-        local = compute(gather_dim(x, TOKENS, group))
-        if spread_logits:
-            return local
-        shape = torch.Size((*local.shape[:-1], vocabulary))
-        stride = (shape[1] * vocabulary, vocabulary, 1)
-        logits = DTensor.from_local(local, mesh, (Shard(2),), run_check=False, shape=shape, stride=stride)
-        # Of parts that are not equally large torch 2.11 makes a view into padding, which a pipeline does not expect.
-        return logits.full_tensor(grad_placements=(Replicate(),)).contiguous()
 
-    module.forward = forward
+def _head_forward(module: Any, x: Tensor) -> Tensor:
+    spread: _Spread = module.spread
+    local: Tensor = _compute(module, gather_dim(x, TOKENS, spread.group))
+    if spread.spread_logits:
+        return local
+    shape = torch.Size((*local.shape[:-1], spread.size))
+    stride = (shape[1] * spread.size, spread.size, 1)
+    logits = DTensor.from_local(local, spread.mesh, (Shard(2),), run_check=False, shape=shape, stride=stride)
+    # Of parts that are not equally large torch 2.11 makes a view into padding, which a pipeline does not expect.
+    return logits.full_tensor(grad_placements=(Replicate(),)).contiguous()
 
 
 _FORWARD: Mapping[Role, Callable[[nn.Module, DeviceMesh, bool], None]] = {
@@ -163,7 +202,9 @@ def tensor_seams(loss: Loss, mesh: DeviceMesh, vocab_size: int, *, spread_logits
     and the gradients of parameters that are whole on every rank."""
     group = mesh.get_group()
     first, _ = _own_rows(vocab_size, mesh)
-    part = VocabularyPart(first, vocab_size, sum=partial(sum_alike, group=group), max=partial(max_alike, group=group))
+    part = VocabularyPart(
+        first, vocab_size, sum=functools.partial(sum_alike, group=group), max=functools.partial(max_alike, group=group)
+    )
 
     def complete_gradients(parameters: Sequence[Tensor]) -> None:
         # Each rank saw some of the tokens that went through them, or some of the heads.
@@ -171,4 +212,4 @@ def tensor_seams(loss: Loss, mesh: DeviceMesh, vocab_size: int, *, spread_logits
         sum_gradients(whole, group)
 
     seams: dict[str, Any] = {"complete_gradients": complete_gradients}
-    return seams | ({"loss": partial(loss, part=part)} if spread_logits else {})
+    return seams | ({"loss": functools.partial(loss, part=part)} if spread_logits else {})

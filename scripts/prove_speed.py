@@ -1,0 +1,102 @@
+"""Proves what is said of speed and memory: python scripts/prove_speed.py [PARTS ...]
+
+Needs the test dependencies and about half an hour on two cores. Prints a table a part and ends with 1 if anything is
+wrong. The tests run a short form of each.
+
+  passes      compiling × activation checkpointing in one process and in layouts, against plain passes
+  recompiles  graphs made in 50 steps, with a last batch that is not full, and rounds of validation
+  kept        what a forward pass leaves in memory for the backward pass, by mode
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.distributed.kept_memory import MODES as KEPT
+from tests.distributed.kept_memory import build, kept_bytes
+from tests.distributed.recompiles import CASES, run_steps
+from tests.equivalence.layouts import base_argv, largest_difference
+from tests.equivalence.passes import CELLS, LAYOUTS, equal_to_the_bit, run_cells
+from tests.launch import RanksFailed, run_ranks
+from torchtitan.log import logger
+
+
+def passes(folder: Path, options: argparse.Namespace) -> int:
+    """Largest difference of loss, norm and gradients; without a compiler there must be none."""
+    wrong, base = 0, base_argv(folder)
+    for layout in LAYOUTS:
+        # Cells of one layout in processes of their own, that one that fails takes no other with it.
+        plain = run_ranks(run_cells, layout.ranks, base, layout, CELLS[:1], timeout=600)[0][0].record
+        for cell in CELLS:
+            if cell.mode == "memory budget" and "tp" in layout.keys:
+                continue  # refused
+            try:
+                got = run_ranks(run_cells, layout.ranks, base, layout, [cell], timeout=600)[0][0]
+            except RanksFailed as error:
+                wrong += 1
+                print(f"{layout.name:12s} {cell!s:24s} FAILED: {str(error).strip().splitlines()[-1]}", flush=True)
+                continue
+            largest = max(largest_difference(got.record, plain).values())
+            same = equal_to_the_bit(got.record, plain)
+            good = largest <= 1e-5 if cell.backend else same
+            wrong += not good
+            figure = "to the bit" if same else f"{largest:.1e}"
+            print(
+                f"{layout.name:12s} {cell!s:24s} {figure:>10s} {got.graphs:3d} graphs {got.seconds:6.1f} s of a ",
+                end="",
+            )
+            print(f"processor{'' if good else '  WRONG'}", flush=True)
+    return wrong
+
+
+def recompiles(folder: Path, options: argparse.Namespace) -> int:
+    """Rows of 7 in batches of 4, five of validation in batches of 2 and of another length."""
+    wrong = 0
+    for case, words in CASES.items():
+        (place := folder / case.replace(" ", "-")).mkdir()
+        ranks = 1 if case == "one process" else 2
+        found = run_ranks(run_steps, ranks, place, words, 50, "inductor", timeout=900)
+        again = sum(rank.again for rank in found)
+        wrong += again > 0
+        print(
+            f"{case:12s} {found[0].steps} steps, {found[0].rounds} rounds of validation: graphs of each rank ", end=""
+        )
+        print(f"{', '.join(str(rank.graphs) for rank in found)}; made again {again}", flush=True)
+    return wrong
+
+
+def kept(folder: Path, options: argparse.Namespace) -> int:
+    """Of a model of 8 layers, relative to what plain passes leave."""
+    found = {name: kept_bytes(build(keys)) for name, keys in KEPT.items()}
+    for name, count in found.items():
+        print(f"{name:12s} {count / 2**20:7.2f} MiB {count / found['none']:6.3f}")
+    return int(found["full"] > found["none"] / 4) + int(list(found.values()) != sorted(found.values(), reverse=True))
+
+
+PARTS = {part.__name__: part for part in (passes, recompiles, kept)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PARTS", help=f"of {', '.join(PARTS)}; default: all")
+    options = parser.parse_args()
+    if unknown := [name for name in options.parts if name not in PARTS]:
+        parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    logger.setLevel("ERROR")
+    wrong = 0
+    with tempfile.TemporaryDirectory() as work:
+        for name in options.parts or PARTS:
+            start, folder = time.perf_counter(), Path(work) / name
+            folder.mkdir()
+            found = PARTS[name](folder, options)
+            print(f"{name}: {found} wrong, {time.perf_counter() - start:.0f} s\n", flush=True)
+            wrong += found
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
