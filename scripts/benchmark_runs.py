@@ -129,7 +129,6 @@ def _both(shape: str) -> list[Row]:
 
 
 GRIDS = {
-    "short": [Row("tiny")],
     "debug": _both("debug"),
     "dim768": _both("dim768"),
     "plain": product(["debug", "dim768"]),
@@ -150,7 +149,7 @@ GRIDS = {
         Row("3B-8192", "bfloat16", False, "full"),
         Row("1B-8192", "float8 rowwise", True),
     ],
-    "gpu-small": [Row("tiny"), Row("tiny", compiled=True), Row("tiny", checkpointing="full"), Row("tiny", chunks=2)],
+    "gpu-small": [Row("tiny")],
 }
 
 
