@@ -11,6 +11,7 @@ A row that this machine or this version refuses is named with the reason.
 import argparse
 import dataclasses
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -153,6 +154,7 @@ def main() -> int:
         if options.beside and row.checkpointing == "none" and row.chunks == 1 and SHAPES[row.shape].peer:
             rows.append(dataclasses.replace(row, peer=True))
     options.save.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the run of a row ends with it
     with tempfile.TemporaryDirectory() as work:
         rounds, kernels, missing = measure(options, rows, Path(work))
     results = {
