@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from torchtitan.allocator import settings, usual_places
 from torchtitan.config import ConfigError, JobConfig, describe_error, load_config
 from torchtitan.config.presets import DEFAULT
 from torchtitan.log import init_logger, logger
@@ -78,12 +79,15 @@ def _shown_ranks(processes: int) -> str:
 
 
 def _torchrun(config: JobConfig, processes: int, shown: str, argv: Sequence[str]) -> int:
+    import torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     started = time.time()
     threads = max(1, cores() // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if not torch.cuda.is_available():
+        os.environ.update(settings(os.environ, usual_places()))
     if sys.stderr.isatty():
         os.environ.setdefault("FORCE_COLOR", "1")  # workers write into a pipe
     options = {

@@ -3,6 +3,7 @@
 What a part does is in its room; what is said in the configuration is bound in ``resolve.py``.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan import __version__
+from torchtitan.allocator import describe as describe_allocator
 from torchtitan.data.batch import Batch
 from torchtitan.data.loader import build_loader
 from torchtitan.distributed.compile import Graphs
@@ -256,6 +258,8 @@ class Trainer:
         )
         if spread.pipeline is not None:
             logger.info(describe_pipeline(spread.pipeline, self.micro_batches))
+        if device.type == "cpu":
+            logger.info(f"memory allocator: {describe_allocator(os.environ)}")
         if device.type == "cpu" and precision.param == torch.bfloat16 and not has_fast_bfloat16():
             logger.warning(
                 'this CPU is slow in bfloat16; training.mixed_precision_param = "float32" is many times faster here'

@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Rooms by floor: a room imports from floors below it, and from its own room.
 FLOORS = [
-    {"errors", "registry", "log", "secrets", "platforms", "command_line", "config"},
+    {"errors", "registry", "log", "secrets", "platforms", "allocator", "command_line", "config"},
     {"models", "data", "optim", "transforms", "loss"},
     {"distributed"},
     {"checkpoint", "observe", "resilience"},
