@@ -65,6 +65,7 @@ class Trainer:
             seed=config.debug.seed,
             precision=self.precision,
             cpu_offload=config.training.enable_cpu_offload,
+            loss_chunks=config.loss.chunks,
         )
         if config.model.print_after_conversion:
             logger.info("the model after its converters:\n" + "\n".join(map(str, self.runner.parts)))

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed.context import ContextSplit, apply_context_parallel, apply_mask
 from torchtitan.distributed.convert import convert_model
 from torchtitan.distributed.fsdp import Precision, apply_fsdp
+from torchtitan.distributed.head import leave_out_head
 from torchtitan.distributed.pipeline import PipelineRunner, prune
 from torchtitan.distributed.runner import Runner, Seams, WholeRunner, everything
 from torchtitan.distributed.spread import Spread
-from torchtitan.distributed.tensor import apply_tensor_parallel, tensor_seams
+from torchtitan.distributed.tensor import apply_tensor_parallel, spread_loss, tensor_seams
 from torchtitan.distributed.topology import Topology
 from torchtitan.distributed.whole import boxes
 from torchtitan.loss.losses import Loss
@@ -38,6 +39,7 @@ def parallelize(
     seed: int,
     precision: Precision,
     cpu_offload: bool,
+    loss_chunks: int = 1,
 ) -> Runner:
     """Build on meta, cut into stages, convert, split, shard, materialise, initialise."""
     pipeline, tensor, context = topology.pipeline, topology.tensor, topology.context
@@ -45,6 +47,9 @@ def parallelize(
     stages = [None] if spread.pipeline is None or pipeline is None else spread.pipeline.stages_of(pipeline.rank)
     tied = spec.tied(args) if pipeline is None else {}
     spread_logits = spread.spread_logits and hasattr(loss, "on_spread_logits")
+    seams = Seams(loss, take=everything if split is None else split.take)
+    if tensor is not None:
+        seams = replace(seams, **tensor_seams(loss, tensor, args.vocab_size, spread_logits=spread_logits))
     parts = []
     for names in stages:
         part = spec.build_meta(args)
@@ -58,6 +63,12 @@ def parallelize(
             apply_context_parallel(part, spec.layout, split, spread.mask)
         else:
             apply_mask(part, spec.layout, spread.mask)
+        if loss_chunks > 1:
+            of_logits = loss
+            if tensor is not None:
+                of_logits = spread_loss(loss, tensor, args.vocab_size, spread_logits=spread_logits)
+            of_head = leave_out_head(part, spec.layout, of_logits, chunks=loss_chunks, mesh=tensor)
+            seams = seams if of_head is None else replace(seams, loss=of_head)
         apply_fsdp(
             part,
             spec.layout,
@@ -66,13 +77,11 @@ def parallelize(
             reshard=spread.reshard,
             cpu_offload=cpu_offload,
             tied=bool(tied),
+            keep_head=loss_chunks > 1,
         )
         part.to_empty(device="cpu" if cpu_offload else device)
         init_weights(part, spec, args, seed)
         parts.append(part)
-    seams = Seams(loss, take=everything if split is None else split.take)
-    if tensor is not None:
-        seams = replace(seams, **tensor_seams(loss, tensor, args.vocab_size, spread_logits=spread_logits))
     if pipeline is None or spread.pipeline is None:
         return WholeRunner(parts[0], seams)
     return PipelineRunner(
