@@ -30,8 +30,7 @@ from torchtitan.data.datasets import OnBadRecord
 from torchtitan.data.rows.foreign import check_order, check_unordered
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, special_ids
 from torchtitan.data.tokens.encode import Encoding
-from torchtitan.distributed.convert import convert_model
-from torchtitan.distributed.head import check_head
+from torchtitan.distributed.convert import check_head, convert_model
 from torchtitan.distributed.spread import Spread, check_lengths, micro_batches, plan_spread
 from torchtitan.errors import CheckpointError, ConfigError, keys_told_as
 from torchtitan.log import logger

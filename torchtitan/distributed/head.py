@@ -11,23 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed.collectives import gather_dim
 from torchtitan.distributed.gradients import local_part
 from torchtitan.distributed.tensor import TOKENS
-from torchtitan.errors import ConfigError
 from torchtitan.loss.chunks import loss_of_linear
 from torchtitan.loss.losses import Loss
 from torchtitan.models.spec import Layout
-
-_KEY = "loss.chunks"
-
-
-def check_head(model: nn.Module, layout: Layout) -> None:
-    """ConfigError if ``model`` does not end with a linear map, which can be taken chunk by chunk."""
-    name = layout.head[-1]
-    head = model.get_submodule(name)
-    if type(head) is not nn.Linear or "forward" in vars(head):
-        what = "has another forward than nn.Linear" if type(head) is nn.Linear else f"is {type(head).__name__}"
-        raise ConfigError(
-            _KEY, f"the head, {name}, {what} after model.converters, and only nn.Linear is taken in chunks; set it to 1"
-        )
 
 
 class HeadLoss:

@@ -19,30 +19,24 @@ def loss_of_linear(
 
     ``hidden`` is ``[batch, seq, dim]``, ``weight`` ``[ids, dim]``, labels ``[batch, seq]``; a chunk comes to the loss
     as ``[1, tokens, ids]`` and ``[1, tokens]``, and its size differs from that of others by one token at most. Of fewer
-    tokens than chunks each is a chunk. Where there are gradients to take they are taken in the forward pass, as soon as
-    the logits of a chunk are there, and wait for the backward pass: ``hidden``'s size, and in float32 ``weight``'s.
+    tokens than chunks each is a chunk. Gradients are taken in the forward pass, as soon as the logits of a chunk are
+    there, and wait for the backward pass: as much as ``hidden``, and as ``weight`` in float32.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
     chunks = max(1, min(chunks, labels.numel()))
-    if torch.is_grad_enabled():
-        total: Tensor = _LossOfLinear.apply(hidden, weight, bias, labels, loss, chunks)
-        return total
-    pieces = zip(hidden.tensor_split(chunks), labels.tensor_split(chunks), strict=True)
-    return torch.stack([loss(F.linear(x, weight, bias).unsqueeze(0), y.unsqueeze(0)) for x, y in pieces]).sum()
+    pieces = list(zip(hidden.tensor_split(chunks), labels.tensor_split(chunks), strict=True))
+    if not torch.is_grad_enabled():
+        return torch.stack([loss(F.linear(x, weight, bias).unsqueeze(0), y.unsqueeze(0)) for x, y in pieces]).sum()
 
+    def room(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        return torch.zeros_like(tensor, dtype=dtype) if tensor is not None and tensor.requires_grad else None
 
-class _LossOfLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: Loss, chunks: int
-    ) -> Tensor:
-        wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        # Summed over chunks in the chunks' own type, weights in bfloat16 would lose what small chunks add.
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        of_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias and bias is not None else None
-        of_hidden = torch.empty_like(hidden) if wants_hidden else None
-        losses, first = [], 0
-        for x, y in zip(hidden.tensor_split(chunks), labels.tensor_split(chunks), strict=True):
+    of_hidden = room(hidden, hidden.dtype)
+    # In their own type, weights in bfloat16 would lose what small chunks add.
+    of_weight, of_bias = room(weight, torch.float32), room(bias, torch.float32)
+    losses, first = [], 0
+    with torch.no_grad():
+        for x, y in pieces:
             value, grad = _value_and_gradient(x, weight, bias, y, loss)
             losses.append(value)
             if of_hidden is not None:
@@ -53,18 +47,27 @@ class _LossOfLinear(torch.autograd.Function):
                 of_bias.add_(grad.sum(0, dtype=torch.float32))
             first += len(x)
             del grad  # before the logits of the next chunk are made
-        ctx.save_for_backward(of_hidden, of_weight, of_bias)
-        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return torch.stack(losses).sum()
+        total = torch.stack(losses).sum()
+    # One after the other: a pipeline that takes the gradients of inputs and of weights apart parts them at these sums.
+    for tensor, kept in ((hidden, of_hidden), (weight, of_weight), (bias, of_bias)):
+        if kept is not None:
+            total = total + _WithGradient.apply(tensor, kept)
+    return total
+
+
+class _WithGradient(torch.autograd.Function):
+    """Zero, whose gradient by ``tensor`` is ``gradient``."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Not in place: a pipeline that takes the gradients of inputs and of weights apart calls this for each.
-        scaled = [
-            None if kept is None else (kept * grads[0]).to(dtype)
-            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return (*scaled, None, None, None)
+    def forward(ctx: Any, tensor: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = tensor.dtype
+        return gradient.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grads[0]).to(ctx.dtype), None
 
 
 def _value_and_gradient(
