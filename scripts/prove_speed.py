@@ -5,6 +5,7 @@ wrong. The tests run a short form of each.
 
   passes      compiling × activation checkpointing in one process and in layouts, against plain passes
   recompiles  graphs made in 50 steps, with a last batch that is not full, and rounds of validation
+  loss        head and loss in chunks against all logits at once: memory in processes of their own, time in turn
   kept        what a forward pass leaves in memory for the backward pass, by mode
 """
 
@@ -22,6 +23,7 @@ from tests.distributed.recompiles import CASES, run_steps
 from tests.equivalence.layouts import base_argv, largest_difference
 from tests.equivalence.passes import CELLS, LAYOUTS, equal_to_the_bit, run_cells
 from tests.launch import RanksFailed, run_ranks
+from tests.loss import head_cost
 from torchtitan.log import logger
 
 
@@ -77,12 +79,41 @@ def kept(folder: Path, options: argparse.Namespace) -> int:
     return int(found["full"] > found["none"] / 4) + int(list(found.values()) != sorted(found.values(), reverse=True))
 
 
-PARTS = {part.__name__: part for part in (passes, recompiles, kept)}
+MIB = 2**20
+
+
+def loss(folder: Path, options: argparse.Namespace) -> int:
+    """Of a vocabulary of 128,256 and 4,096 tokens of dimension 256, float32."""
+    size = head_cost.Size(tokens=options.tokens, dim=256, ids=128_256)
+    whole = head_cost.added_bytes(size, 1)
+    print(f"{size.tokens} tokens of {size.dim}, {size.ids} ids, float32: all logits at once add {whole / MIB:,.0f} MiB")
+    print("| chunks | MiB added | of all at once | seconds of the processor | all at once | ratio |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    wrong = 0
+    for chunks in options.chunks:
+        added = head_cost.added_bytes(size, chunks)
+        alone, found = head_cost.seconds(size, chunks, options.repeats)
+        figures = (
+            f"{added / MIB:,.0f}",
+            f"{added / whole:.2f}",
+            f"{found:.2f}",
+            f"{alone:.2f}",
+            f"{found / alone:.2f}",
+        )
+        print(f"| {chunks} | " + " | ".join(figures) + " |", flush=True)
+        wrong += added > whole / 4 or found > 1.1 * alone
+    return wrong
+
+
+PARTS = {part.__name__: part for part in (passes, recompiles, kept, loss)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PARTS", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the part loss (default: %(default)s)")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[8, 16, 32], help="of the part loss")
+    parser.add_argument("--repeats", type=int, default=5, help="of each side of a ratio (default: %(default)s)")
     options = parser.parse_args()
     if unknown := [name for name in options.parts if name not in PARTS]:
         parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")

@@ -31,7 +31,7 @@ from torchtitan.data.datasets import OnBadRecord
 from torchtitan.data.rows.foreign import check_order, check_unordered
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, special_ids
 from torchtitan.data.tokens.encode import Encoding
-from torchtitan.distributed.convert import convert_model
+from torchtitan.distributed.convert import check_head, convert_model
 from torchtitan.distributed.passes import check_activation_checkpoint, check_compile
 from torchtitan.distributed.spread import Spread, check_lengths, micro_batches, plan_spread
 from torchtitan.errors import CheckpointError, ConfigError, keys_told_as
@@ -91,7 +91,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     if config.checkpoint.enable:
         _check_checkpoints(config, spec, args)
     converters = [_converter(name, config) for name in model.converters]
-    shapes = _check_model(spec, args, converters)
+    shapes = _check_model(spec, args, converters, loss_chunks=config.loss.chunks)
     _check_positions(spec, args, training.seq_len)
     spread = plan_spread(
         config.parallelism,
@@ -105,9 +105,10 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     check_compile(config.compile, spread, on_cpu=not torch.cuda.is_available())
     check_activation_checkpoint(config.activation_checkpoint, spread, spec.layout, shapes)
     rows = training.global_batch_size
-    micro_batches(
+    number = micro_batches(
         spread, training.local_batch_size * spread.degrees.readers if rows == -1 else rows, training.local_batch_size
     )
+    _check_chunks(config.loss.chunks, spread, training.seq_len, number)
     blend = (
         plan_blend(data.sources, data.on_bad_record)
         if data.sources
@@ -147,6 +148,16 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         ),
         sinks=_sinks(config),
     )
+
+
+def _check_chunks(chunks: int, spread: Spread, seq_len: int, number: int) -> None:
+    """``number`` is that of micro-batches: of rows, or where there is a pipeline, of ``spread.rows_multiple`` rows."""
+    rows = number if spread.pipeline is None else spread.rows_multiple
+    tokens = rows * seq_len // spread.degrees.context
+    if chunks > tokens:
+        raise ConfigError(
+            "loss.chunks", f"the loss is taken of {tokens} tokens of a rank at once; lower it, usually to 8 or 16"
+        )
 
 
 def _check_positions(spec: ModelSpec, args: Any, seq_len: int) -> None:
@@ -315,9 +326,11 @@ def _overlay(values: dict[str, Any], overrides: Mapping[str, Any], key: str) -> 
     return values
 
 
-def _check_model(spec: ModelSpec, args: Any, converters: Sequence[Converter]) -> dict[str, Sequence[int]]:
+def _check_model(
+    spec: ModelSpec, args: Any, converters: Sequence[Converter], *, loss_chunks: int
+) -> dict[str, Sequence[int]]:
     """Shapes of the model's parameters by name; ConfigError if what a family tells of its model does not fit the model,
-    or converters leave none that fits."""
+    or converters leave none that fits or of whose head the loss cannot be taken in chunks."""
     model, rules, tied = spec.build_meta(args), spec.init(args), spec.tied(args)
     convert_model(model, converters, tied)
     try:
@@ -327,6 +340,8 @@ def _check_model(spec: ModelSpec, args: Any, converters: Sequence[Converter]) ->
         list(roles_of(model, spec.roles))
     except LookupError as error:
         raise ConfigError("model.name", f"the tables of this family do not fit its model: {error}") from None
+    if loss_chunks > 1:
+        check_head(model, spec.layout)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 

@@ -70,6 +70,7 @@ class Trainer:
             cpu_offload=config.training.enable_cpu_offload,
             activation_checkpoint=config.activation_checkpoint,
             compiled=config.compile if config.compile.enable else None,
+            loss_chunks=config.loss.chunks,
         )
         self.graphs = Graphs() if config.compile.enable else None
         if config.model.print_after_conversion:

@@ -83,6 +83,7 @@ KEYS = {
     "modules": "parallelism.module_fqns_per_model_part",
     "disable_loss_parallel": "parallelism.disable_loss_parallel",
     "offloaded": "training.enable_cpu_offload",
+    "chunks": "loss.chunks",
 }
 # Large enough to be seen beside the cross entropy.
 LOSS_OPTIONS = {
@@ -215,6 +216,22 @@ def all_layouts() -> list[Layout]:
         *(Layout(_axes(axis), replace(packed, family="gpt2")) for axis in ("tp", "cp", "pp")),
         *(Layout(_axes(*axes), Model(packing="best_fit"), batches=2) for axes in (("dp",), ("cp", "pp"))),
     ]
+    # Head and loss in pieces that do not divide the tokens; the first ones have no labels.
+    chunked = [
+        *(Layout(keys | {"chunks": 7}) for keys in ({}, *(_axes(axis) for axis in AXES), _axes("tp", "cp", "pp"))),
+        Layout({"chunks": 7}, batches=2),
+        Layout({"tp": 2, "disable_loss_parallel": True, "chunks": 7}),
+        Layout({"tp": 2, "chunks": 7}, Model(loss="smoothed")),
+        *(Layout({"tp": 4, "chunks": 7}, Model(loss=loss)) for loss in LOSS_OPTIONS),
+        *(Layout({"dp": 2, "reshard": reshard, "chunks": 7}, Model(tied=True)) for reshard in ("always", "never")),
+        Layout({"dp": 2, "reshard": "always", "chunks": 7}),
+        *(Layout(_axes(axis, chunks=7), Model(tied=True)) for axis in ("tp", "pp")),
+        *(Layout({"pp": 2, "schedule": schedule, "chunks": 7}, deep) for schedule in SCHEDULES),
+        Layout({"cp": 2, "method": "ulysses", "chunks": 7}),
+        Layout({"cp": 2, "chunks": 7}, packed),
+        *(Layout({"tp": 2, "chunks": 7}, Model(family)) for family in MODELS.names() if family != Model().family),
+        *(Layout({**keys, "chunks": 7}, Model(dtype="bfloat16")) for keys in ({"dp": 2}, {"tp": 2})),
+    ]
     stages = [["tok_embeddings", "layers.0"], [*(f"layers.{i}" for i in (1, 2, 3)), "norm", "output"]]
     return [
         *(Layout(keys) for keys in singles),
@@ -225,6 +242,7 @@ def all_layouts() -> list[Layout]:
         Layout(_axes("dp", "pp", schedule="Interleaved1F1B"), Model(rows=24), batches=3),
         *families,
         *documents,
+        *chunked,
         *(Layout(keys, Model(tied=True)) for keys in tied),
         Layout({"pp": 2}, Model(tied=True, rows=24), batches=3),
         *(Layout(_axes(*axes), Model(loss="smoothed")) for axes in (("tp",), ("tp", "pp"))),
@@ -250,7 +268,15 @@ def short_form() -> list[Layout]:
     again |= {f"pp 4, schedule {name}, 8 layers" for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble")}
     accumulating = {("1F1B", 2), ("ZBVZeroBubble", 2), ("Interleaved1F1B", 4)}
 
+    in_chunks = {
+        *("chunks 7, 2 batches", "dp 2, reshard always, chunks 7, tied", "tp 2, chunks 7", "cp 2, chunks 7"),
+        *("tp 2, disable_loss_parallel, chunks 7", "pp 2, chunks 7, tied"),
+        "pp 2, schedule InterleavedZeroBubble, chunks 7, 8 layers",
+    }
+
     def fits(layout: Layout) -> bool:
+        if "chunks" in layout.keys:
+            return layout.name in in_chunks
         if layout.model.packing != "concat":  # directly against documents alone: test_documents.py
             return layout.ranks == 2 and layout.model.family == "llama3" and layout.model.layers == 4
         if layout.ranks > 4:

@@ -116,6 +116,9 @@ class Loss(OpenSection):
     """What is minimised"""
 
     name: str = key("cross_entropy", "loss, summed over the valid tokens and divided by their number")
+    chunks: int = key(
+        1, "pieces along the tokens in which head and loss are computed, so that all logits never exist at once", ge=1
+    )
 
 
 class Trainer(OpenSection):

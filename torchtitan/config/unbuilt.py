@@ -61,8 +61,13 @@ _add(
 )
 _add("metrics", "one log a rank", {"save_for_all_ranks": False})
 _add("model", "", {"norm_type": "rmsnorm"}, "every family has its own norm")
-_add("optimizer", "a step inside the backward pass", {"early_step_in_backward": False})
-_add("loss", "the loss in pieces", {"chunks": ABSENT})
+_add(
+    "optimizer",
+    "",
+    {"early_step_in_backward": False},
+    "a step inside the backward pass comes before the norm of all gradients is known, which clipping and the check for "
+    "finite gradients need",
+)
 _add("training", "the report of reference cycles", {"gc_debug": False})
 _add(
     "parallelism",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from torchtitan.errors import ConfigError
+from torchtitan.models.spec import Layout
 from torchtitan.transforms import Converter
 
 _KEY = "model.converters"
@@ -35,4 +36,16 @@ def convert_model(model: nn.Module, converters: Sequence[Converter], tied: Mappi
         raise ConfigError(
             _KEY if converters else "model.name",
             f"buffer {name} would be lost between the meta device and the real one; compute it in the forward pass",
+        )
+
+
+def check_head(model: nn.Module, layout: Layout) -> None:
+    """ConfigError if ``model`` does not end with a linear map, which can be taken chunk by chunk."""
+    name = layout.head[-1]
+    head = model.get_submodule(name)
+    if type(head) is not nn.Linear or "forward" in vars(head):
+        what = "has another forward than nn.Linear" if type(head) is nn.Linear else f"is {type(head).__name__}"
+        raise ConfigError(
+            "loss.chunks",
+            f"the head, {name}, {what} after model.converters, and only nn.Linear is taken in chunks; set it to 1",
         )

@@ -39,11 +39,13 @@ def apply_fsdp(
     reshard: Reshard,
     cpu_offload: bool,
     tied: bool,
+    keep_head: bool = False,
 ) -> None:
     """Shard each block, the stem and the head of ``model`` in place; gradients are summed, never averaged.
 
     ``model`` may be a part of one. With ``reshard`` "default" and "always" a block's full weights are freed after its
-    forward pass.
+    forward pass. ``keep_head`` leaves those of the head where they are until their backward pass in any case, for a
+    loss that reads them.
     """
     # The local part of a spread tensor is a view; nothing here changes an activation in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
@@ -57,6 +59,7 @@ def apply_fsdp(
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     free = reshard != "never"
+    free_head = reshard == "always" and not keep_head
 
     def shard(modules: list[nn.Module], reshard_after_forward: bool) -> None:
         fully_shard(
@@ -73,8 +76,8 @@ def apply_fsdp(
         head = [module for name in layout.head if _has_parameters(module := model.get_submodule(name))]
         if head:
             # The backward pass needs the head first: freeing it after the forward pass would only fetch it twice.
-            shard(head, reshard == "always")
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard == "always", mp_policy=policy, offload_policy=offload)
+            shard(head, free_head)
+    shard([model], free_head if tied else reshard == "always")
     if mesh.size() > 1:
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -17,10 +17,11 @@ from torchtitan.distributed.compile import compile_blocks, compile_loss
 from torchtitan.distributed.context import ContextSplit, apply_context_parallel, apply_mask
 from torchtitan.distributed.convert import convert_model
 from torchtitan.distributed.fsdp import Precision, apply_fsdp
+from torchtitan.distributed.head import leave_out_head
 from torchtitan.distributed.pipeline import PipelineRunner, prune
 from torchtitan.distributed.runner import Runner, Seams, WholeRunner, everything
 from torchtitan.distributed.spread import Spread
-from torchtitan.distributed.tensor import apply_tensor_parallel, tensor_seams
+from torchtitan.distributed.tensor import apply_tensor_parallel, spread_loss, tensor_seams
 from torchtitan.distributed.topology import Topology
 from torchtitan.distributed.whole import boxes
 from torchtitan.loss.losses import Loss
@@ -43,6 +44,7 @@ def parallelize(
     cpu_offload: bool,
     activation_checkpoint: ActivationCheckpoint | None = None,
     compiled: Compile | None = None,
+    loss_chunks: int = 1,
 ) -> Runner:
     """Build on meta, cut into stages, convert, split, checkpoint, compile, shard, materialise, initialise."""
     pipeline, tensor, context = topology.pipeline, topology.tensor, topology.context
@@ -52,6 +54,9 @@ def parallelize(
     spread_logits = spread.spread_logits and hasattr(loss, "on_spread_logits")
     if compiled is not None and "loss" in compiled.components:
         loss = compile_loss(loss, compiled.backend)
+    seams = Seams(loss, take=everything if split is None else split.take)
+    if tensor is not None:
+        seams = replace(seams, **tensor_seams(loss, tensor, args.vocab_size, spread_logits=spread_logits))
     parts = []
     for names in stages:
         part = spec.build_meta(args)
@@ -75,6 +80,12 @@ def parallelize(
             compile_blocks(part, spec.layout, compiled.backend)
         if around:
             apply_activation_checkpoint(part, spec.layout, checkpoint, blocks)
+        if loss_chunks > 1:
+            of_logits = loss
+            if tensor is not None:
+                of_logits = spread_loss(loss, tensor, args.vocab_size, spread_logits=spread_logits)
+            of_head = leave_out_head(part, spec.layout, of_logits, chunks=loss_chunks, mesh=tensor)
+            seams = seams if of_head is None else replace(seams, loss=of_head)
         apply_fsdp(
             part,
             spec.layout,
@@ -83,13 +94,11 @@ def parallelize(
             reshard=spread.reshard,
             cpu_offload=cpu_offload,
             tied=bool(tied),
+            keep_head=loss_chunks > 1,
         )
         part.to_empty(device="cpu" if cpu_offload else device)
         init_weights(part, spec, args, seed)
         parts.append(part)
-    seams = Seams(loss, take=everything if split is None else split.take)
-    if tensor is not None:
-        seams = replace(seams, **tensor_seams(loss, tensor, args.vocab_size, spread_logits=spread_logits))
     if pipeline is None or spread.pipeline is None:
         return WholeRunner(parts[0], seams)
     return PipelineRunner(

@@ -179,9 +179,14 @@ def _head_forward(module: Any, x: Tensor) -> Tensor:
     local: Tensor = _compute(module, gather_dim(x, TOKENS, spread.group))
     if spread.spread_logits:
         return local
-    shape = torch.Size((*local.shape[:-1], spread.size))
-    stride = (shape[1] * spread.size, spread.size, 1)
-    logits = DTensor.from_local(local, spread.mesh, (Shard(2),), run_check=False, shape=shape, stride=stride)
+    return _whole_logits(local, spread.size, spread.mesh)
+
+
+def _whole_logits(local: Tensor, vocabulary: int, mesh: DeviceMesh) -> Tensor:
+    """All logits, ``[batch, seq, vocabulary]``, on every rank, of which each has computed its part."""
+    shape = torch.Size((*local.shape[:-1], vocabulary))
+    stride = (shape[1] * vocabulary, vocabulary, 1)
+    logits = DTensor.from_local(local, mesh, (Shard(2),), run_check=False, shape=shape, stride=stride)
     # Of parts that are not equally large torch 2.11 makes a view into padding, which a pipeline does not expect.
     return logits.full_tensor(grad_placements=(Replicate(),)).contiguous()
 
@@ -197,14 +202,23 @@ _FORWARD: Mapping[Role, Callable[[nn.Module, DeviceMesh, bool], None]] = {
 }
 
 
-def tensor_seams(loss: Loss, mesh: DeviceMesh, vocab_size: int, *, spread_logits: bool) -> dict[str, Any]:
-    """What ``mesh`` asks of a run of the model, as fields of ``Seams``: ``loss`` of logits of a part of the vocabulary,
-    and the gradients of parameters that are whole on every rank."""
+def spread_loss(loss: Loss, mesh: DeviceMesh, vocab_size: int, *, spread_logits: bool) -> Loss:
+    """``loss`` of the logits of this rank's part of the vocabulary: by what a loss is told of such a part, or where
+    ``spread_logits`` is false, of the logits put together."""
+    if not spread_logits:
+        return lambda local, labels: loss(_whole_logits(local, vocab_size, mesh), labels)
     group = mesh.get_group()
     first, _ = _own_rows(vocab_size, mesh)
     part = VocabularyPart(
         first, vocab_size, sum=functools.partial(sum_alike, group=group), max=functools.partial(max_alike, group=group)
     )
+    return functools.partial(loss, part=part)
+
+
+def tensor_seams(loss: Loss, mesh: DeviceMesh, vocab_size: int, *, spread_logits: bool) -> dict[str, Any]:
+    """What ``mesh`` asks of a run of the model, as fields of ``Seams``: ``loss`` of logits of a part of the vocabulary,
+    and the gradients of parameters that are whole on every rank."""
+    group = mesh.get_group()
 
     def complete_gradients(parameters: Sequence[Tensor]) -> None:
         # Each rank saw some of the tokens that went through them, or some of the heads.
@@ -212,4 +226,4 @@ def tensor_seams(loss: Loss, mesh: DeviceMesh, vocab_size: int, *, spread_logits
         sum_gradients(whole, group)
 
     seams: dict[str, Any] = {"complete_gradients": complete_gradients}
-    return seams | ({"loss": functools.partial(loss, part=part)} if spread_logits else {})
+    return seams | ({"loss": spread_loss(loss, mesh, vocab_size, spread_logits=True)} if spread_logits else {})
