@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config.parts import with_options
+from torchtitan.config.parts import CHOICES
 from torchtitan.log import logger
 
 # Tests run two at a time, many of them on several ranks: more threads would only wait for each other. Before torch.
@@ -69,16 +69,22 @@ def _log_as_it_was() -> Iterator[None]:
     logger.handlers[:], logger.level, logger.propagate = before
 
 
-@pytest.fixture
-def parts_as_before() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _parts_as_before() -> Iterator[None]:
     """What ``job.imports`` registers within the tests' own process is gone after the test, and so are its modules."""
-    registries = [choice.registry for choice in with_options()]
-    before = [(registry.names(), dict(registry._items)) for registry in registries]
+    registries = [choice.registry for choice in CHOICES]
+    for registry in registries:
+        registry.names()  # the built-in parts come with the first look
+    tables = [registry._items for registry in registries]
+    tables += [spec.flavors for items in tables for spec in items.values() if hasattr(spec, "flavors")]
+    before = [dict(table) for table in tables]
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] in ("acme", "lab_parts")]:
         del sys.modules[name]
-    for registry, (_, items) in zip(registries, before, strict=True):
-        registry._items = items
+    for table, items in zip(tables, before, strict=True):
+        if table != items:
+            table.clear()
+            table.update(items)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -42,7 +42,7 @@ def keys_told_as(names: Mapping[str, str], who: str = "") -> Iterator[None]:
         yield
     except ConfigError as error:
         for own, name in names.items():
-            error.problem = re.sub(rf"(?<![\w.]){re.escape(own)}(?=[. ]|$)", name, error.problem)
+            error.problem = re.sub(rf"(?<![\w.]){re.escape(own)}(?!\w)", name, error.problem)
         for own, name in names.items():
             if error.key is not None and (error.key == own or error.key.startswith(f"{own}.")):
                 error.key = name + error.key.removeprefix(own)

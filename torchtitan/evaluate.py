@@ -37,8 +37,8 @@ class HeldOut:
 
     name: str | None
     rows: RowsOnce
-    key: str = ""
-    fingerprint: str = ""
+    key: str
+    fingerprint: str
 
     def __str__(self) -> str:
         return "validation" if self.name is None else f"validation set {self.name}"

@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import CHECKOUT
-from tests.launch import run_command
+from tests.launch import run_command, started
 from tests.runs import metrics
 
 TRAIN = [sys.executable, "-m", "torchtitan.train"]
@@ -22,6 +23,14 @@ def run(command: list[str], *, timeout: float = 120.0, **environment: str) -> su
 
 def launch(argv: list[str], ranks: int, **environment: str) -> subprocess.CompletedProcess[str]:
     return run(["./run_train.sh", *argv], NGPU=str(ranks), **on_path(environment))
+
+
+def launched(
+    argv: list[str], ranks: int, *, output: int = subprocess.PIPE
+) -> AbstractContextManager[subprocess.Popen[str]]:
+    """A run while it goes on; what it says goes to ``output``."""
+    environment = {**os.environ, **on_path({"NGPU": str(ranks)})}
+    return started(["./run_train.sh", *argv], cwd=CHECKOUT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
 def on_path(environment: dict[str, str]) -> dict[str, str]:

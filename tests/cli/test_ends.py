@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import end, launch, on_path, wait_for_step
-from tests.conftest import CHECKOUT
-from tests.launch import children_of, started, with_descendants
+from tests.cli.commands import end, launch, launched, wait_for_step
+from tests.launch import children_of, with_descendants
 from tests.runs import metrics, tiny_argv
 from torchtitan.config import ConfigError, load_config
 from torchtitan.train import own_folders
@@ -57,14 +56,7 @@ def test_a_killed_rank_is_named_and_takes_all_along(tmp_path: Path) -> None:
     """Of four that hold two stages, each spread over two."""
     layout = ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"]
     run = ["--training.steps=100000", "--training.dataloader.num_workers=1"]
-    environment = {**os.environ, **on_path({"NGPU": "4"})}
-    with started(
-        ["./run_train.sh", *tiny_argv(tmp_path, *run, *layout)],
-        cwd=CHECKOUT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as process:
+    with launched(tiny_argv(tmp_path, *run, *layout), 4) as process:
         wait_for_step(tmp_path / "run", 3)
         workers = children_of(process.pid)
         assert len(workers) == 4
@@ -83,10 +75,7 @@ def test_a_killed_rank_is_named_and_takes_all_along(tmp_path: Path) -> None:
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     """And the first, which has nothing to do with the second, still ends as it is asked to."""
     argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable", "--checkpoint.interval=100000")
-    environment = {**os.environ, **on_path({"NGPU": "1"})}
-    with started(
-        ["./run_train.sh", *argv], cwd=CHECKOUT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as first:
+    with launched(argv, 1, output=subprocess.DEVNULL) as first:
         wait_for_step(tmp_path / "run", 3)
         everything = with_descendants(first.pid)
         for pid in everything:  # it holds its folder, and leaves the processor to the second

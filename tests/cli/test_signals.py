@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.cli.commands import TORCHRUN, end, on_path, wait_for_step
+from tests.cli.commands import TORCHRUN, end, launched, wait_for_step
 from tests.conftest import CHECKOUT
 from tests.launch import children_of, run_main, started, started_main, with_descendants
 from tests.runs import metrics, tiny_argv
@@ -20,14 +20,7 @@ def test_a_signal_ends_the_step_saves_and_exits_75(tmp_path: Path) -> None:
     """SIGTERM; of another one, and a single process: test_ends.py, of two runs."""
     argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable", "--checkpoint.interval=100000")
     workers = ["--training.dataloader.num_workers=1"]
-    environment = {**os.environ, **on_path({"NGPU": "2"})}
-    with started(
-        ["./run_train.sh", *argv, *workers],
-        cwd=CHECKOUT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as process:
+    with launched([*argv, *workers], 2) as process:
         wait_for_step(tmp_path / "run", 3)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
@@ -98,10 +91,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
 
 def test_workers_of_a_killed_launcher_save_and_end(tmp_path: Path) -> None:
     argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable")
-    environment = {**os.environ, **on_path({"NGPU": "2"})}
-    with started(
-        ["./run_train.sh", *argv], cwd=CHECKOUT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
+    with launched(argv, 2, output=subprocess.DEVNULL) as process:
         wait_for_step(tmp_path / "run", 3)
         process.kill()
         process.wait()

@@ -37,7 +37,7 @@ def mail(run, *, to: str, api_key: str = ""): ...
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts_as_before: None) -> str:
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a module that registers an optimizer, a converter and a sink; they are gone after the test."""
     (tmp_path / "lab_parts.py").write_text(LAB)
     monkeypatch.syspath_prepend(tmp_path)

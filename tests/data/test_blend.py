@@ -14,7 +14,7 @@ from torchtitan.data.tokenizers.utf8 import BytesTokenizer
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.store import Tokens
 from torchtitan.distributed.world import World
-from torchtitan.errors import ConfigError
+from torchtitan.errors import ConfigError, keys_told_as
 from torchtitan.feed import blended, check_same, check_share, open_rows
 from torchtitan.log import logger
 from torchtitan.resolve import resolve_job
@@ -131,6 +131,12 @@ def test_what_is_said_of_keys_names_those_of_the_source(files: Path) -> None:
         planned(WIKI, {"dataset": "jsonl", "dataset_path": "bad.jsonl", "text_key": "title"})
     assert refused.value.key == "data.sources[1].dataset_path"
     assert "no key 'title' (there are: text; set data.sources[1].text_key)" in refused.value.problem
+
+
+def test_only_whole_keys_are_told_by_another_name() -> None:
+    with pytest.raises(ConfigError) as refused, keys_told_as({"training.dataset": "data.sources[0].dataset"}):
+        raise ConfigError("data.packing", "set training.dataset, not training.dataset_path or my.training.dataset")
+    assert refused.value.problem == "set data.sources[0].dataset, not training.dataset_path or my.training.dataset"
 
 
 @pytest.mark.parametrize(

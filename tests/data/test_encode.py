@@ -106,7 +106,6 @@ def test_long_text_is_counted_as_it_is_trained_on(
     }  # fmt: skip
 
 
-@pytest.mark.usefixtures("parts_as_before")
 def test_a_tokenizer_that_tells_nothing_of_its_tokens(
     texts: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,10 @@ def evaluator(runner: Looking, *tables: Table, names: Sequence[str | None] = (No
         "multiple_of": 1,
         "workers": DataLoader(),
     }
-    sets = [HeldOut(name, table.first) for name, table in zip(names, tables, strict=True)]
+    sets = [
+        HeldOut(name, table.first, "validation.dataset_path", table.fingerprint)
+        for name, table in zip(names, tables, strict=True)
+    ]
     return Evaluator(sets, runner=cast(Any, runner), **{**values, **changes})
 
 

@@ -69,7 +69,7 @@ def test_a_blend_may_be_changed_from_a_later_step_on(through: tuple[Path, Outcom
     folder, outcome = through
     changed = argv(folder, run="changed", sources=FIRST)
     run_ranks(run_job, 1, [*changed, "--training.steps=4"])
-    with pytest.raises(AssertionError, match=r"data.sources\[2\].from_step: is before step 4"):
+    with pytest.raises(AssertionError, match=r"data.sources\[2\].from_step: is not after step 4"):
         run_ranks(run_job, 1, argv(folder, run="changed", sources=f"{FIRST}, {SECOND.replace('= 6', '= 3')}"))
     with pytest.raises(AssertionError, match=r"data.sources: the data, .* means nothing"):
         run_ranks(run_job, 1, argv(folder, run="changed", sources=f"{FIRST.replace('0.7', '0.6')}, {SECOND}"))

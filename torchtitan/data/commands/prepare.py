@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from torchtitan.config import load_config
 from torchtitan.config.paths import local_path
-from torchtitan.data.datasets import DATASETS, StreamSource, TextSource, TokenSource, is_stream, is_tokens
+from torchtitan.data.datasets import AnySource, build_source, is_stream, is_tokens
 from torchtitan.data.tokenizer import TOKENIZERS, special_ids
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.prepare import Preparation, Result, Target, prepare_stream, prepare_tokens
@@ -89,14 +89,14 @@ def _needed(encoding: Encoding | None) -> Encoding:
     return encoding
 
 
-def _source(overrides: Sequence[str]) -> tuple[TextSource | StreamSource | TokenSource, Encoding | None]:
+def _source(overrides: Sequence[str]) -> tuple[AnySource, Encoding | None]:
     """What the configuration names, and how it becomes ids; None where it is ids already."""
     config = load_config(overrides)
     training, data = config.training, config.data
     if data.sources:
         raise ConfigError("data.sources", "one data set is prepared at a time; name it as training.dataset")
-    source = DATASETS.bind(training.dataset, data.args, key="training.dataset")(
-        training.dataset_path, on_bad_record=data.on_bad_record
+    source = build_source(
+        training.dataset, training.dataset_path, data.args, data.on_bad_record, key="training.dataset"
     )
     if is_tokens(source):
         return source, None

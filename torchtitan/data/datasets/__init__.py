@@ -166,6 +166,17 @@ def _members(protocol: Any) -> set[str]:
 DATASETS: Registry[Any] = Registry("dataset", home=__name__, receives=("path", "on_bad_record"))
 
 
+def build_source(
+    dataset: str, path: str | None, options: Mapping[str, Any], on_bad_record: OnBadRecord, *, key: str
+) -> AnySource:
+    """The data set of that name with ``options``, which stand under ``key``; ConfigError where it cannot be built, or
+    is none."""
+    source = DATASETS.bind(dataset, options, key=key)(path, on_bad_record=on_bad_record)
+    check_source(source, dataset)
+    found: AnySource = source
+    return found
+
+
 def needed(path: str | None, name: str) -> str:
     """``path``; ConfigError where there is none, or an empty one, which would mean the working directory."""
     if not path:
