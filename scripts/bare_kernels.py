@@ -26,7 +26,7 @@ from torchtitan.feed import blended, open_rows
 from torchtitan.log import logger
 from torchtitan.models.attention import InnerAttention
 from torchtitan.observe.device import peak_flops
-from torchtitan.resolve import Job, resolve_job
+from torchtitan.resolve.job import Job, resolve_job
 
 BUDGET_SECONDS = 1.0  # for each kernel, and at least five times
 MOST_TIMES = 50

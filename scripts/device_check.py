@@ -27,7 +27,7 @@ from torchtitan.config import ConfigError, load_config
 from torchtitan.distributed.world import World, init_world, set_determinism
 from torchtitan.log import logger
 from torchtitan.resilience.guard import StopRequest
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.trainer import Trainer
 
 AC = "--activation_checkpoint"

@@ -14,7 +14,7 @@ from torchtitan.config import load_config
 from torchtitan.data.batch import IGNORE_INDEX, Batch
 from torchtitan.distributed.world import World
 from torchtitan.resilience.guard import StopRequest
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.trainer import Trainer
 
 TINY = "{dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=301, multiple_of=16}"

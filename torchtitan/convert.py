@@ -246,7 +246,7 @@ def _model_of(step: UPath, manifest: Manifest | None, overrides: Sequence[str]) 
             None, f"{step} does not say what model it holds; add --job.config_file FILE, the configuration of its run"
         )
     from torchtitan.models.spec import MODELS
-    from torchtitan.resolve import resolve_args
+    from torchtitan.resolve.model import resolve_args
 
     if not says:
         model = load_config(overrides).model

@@ -25,7 +25,7 @@ from torchtitan.feed import open_source
 from torchtitan.log import logger
 from torchtitan.observe.metrics import ValidationStats
 from torchtitan.resilience.guard import StopRequest
-from torchtitan.resolve import Job
+from torchtitan.resolve.job import Job
 
 
 @dataclass(frozen=True)

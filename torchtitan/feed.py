@@ -15,7 +15,7 @@ from torchtitan.data.tokens.store import Tokens
 from torchtitan.distributed.world import World
 from torchtitan.errors import ConfigError
 from torchtitan.log import logger
-from torchtitan.resolve import Job
+from torchtitan.resolve.job import Job
 from torchtitan.state import DataStage
 
 

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         check_processes(processes)
         shown = _shown_ranks(processes)
         # Imported late: a mistyped key is told in a fraction of a second.
-        from torchtitan.resolve import resolve_job
+        from torchtitan.resolve.job import resolve_job
 
         resolve_job(config, processes)
     except ConfigError as error:

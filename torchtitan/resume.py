@@ -21,7 +21,8 @@ from torchtitan.config import to_toml
 from torchtitan.data.tokenizer import DescribedTokenizer
 from torchtitan.distributed.world import World
 from torchtitan.log import logger
-from torchtitan.resolve import Job, checkpoint_folders
+from torchtitan.resolve.checkpoints import checkpoint_folders
+from torchtitan.resolve.job import Job
 from torchtitan.state import DataPosition, ModelFacts, OptimizerFacts, ScheduleStart, TrainState
 
 

@@ -27,7 +27,7 @@ from torchtitan.resilience.guard import StopRequest, die_when_signalled, ignore_
 from torchtitan.secrets import hidden, hide_in_tracebacks
 
 if TYPE_CHECKING:  # torch costs seconds, and a mistyped key is told before
-    from torchtitan.resolve import Job
+    from torchtitan.resolve.job import Job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +56,8 @@ def train(config: JobConfig) -> int:
     """Run the job that ``config`` describes in the world that the launcher made; returns the exit code."""
     started = time.monotonic()
     from torchtitan.distributed.world import world_size
-    from torchtitan.resolve import checkpoint_folders, finished_step, resolve_job
+    from torchtitan.resolve.checkpoints import checkpoint_folders, finished_step
+    from torchtitan.resolve.job import resolve_job
 
     check_processes(world_size())
     die_when_signalled()
@@ -82,7 +83,7 @@ def train(config: JobConfig) -> int:
 def own_folders(config: JobConfig) -> Iterator[None]:
     """Keep other runs out of the run's folder, and out of that of its steps, which may lie elsewhere."""
     from torchtitan.checkpoint.places import is_local
-    from torchtitan.resolve import checkpoint_folders
+    from torchtitan.resolve.checkpoints import checkpoint_folders
 
     folder = Path(config.job.dump_folder)
     with ExitStack() as held:
@@ -97,7 +98,7 @@ def own_folders(config: JobConfig) -> Iterator[None]:
 def run(job: Job, folder: Path, started: float) -> int:
     """Train ``job``, leaving in ``folder`` how it ended; returns the exit code."""
     from torchtitan.distributed.world import init_world, set_determinism
-    from torchtitan.resolve import bound
+    from torchtitan.resolve.job import bound
     from torchtitan.trainers import TRAINERS
 
     config, debug = job.config, job.config.debug

@@ -1,6 +1,6 @@
 """The trainer: wires the parts of a job, and the loop over steps.
 
-What a part does is in its room; what is said in the configuration is bound in ``resolve.py``.
+What a part does is in its room; what is said in the configuration is bound in ``resolve/``.
 """
 
 import os
@@ -32,7 +32,7 @@ from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_
 from torchtitan.observe.metrics import Metrics, StepStats
 from torchtitan.observe.sinks import RunFiles, build_sinks
 from torchtitan.resilience.guard import GarbageCollection, StopRequest
-from torchtitan.resolve import Job
+from torchtitan.resolve.job import Job
 from torchtitan.resume import Progress, go_on
 from torchtitan.state import DataPosition, ScheduleStart, TrainState
 

@@ -12,7 +12,7 @@ from torchtitan.registry import Registry
 
 if TYPE_CHECKING:  # torch costs seconds, and --help lists the options of trainers
     from torchtitan.distributed.world import World
-    from torchtitan.resolve import Job
+    from torchtitan.resolve.job import Job
     from torchtitan.trainer import Trainer
 
 TRAINERS: Registry[Callable[..., Trainer]] = Registry("trainer", home=__name__, receives=("job", "world"))

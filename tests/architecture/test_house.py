@@ -205,7 +205,7 @@ def test_what_is_checked_before_a_run_imports_nothing_that_spreads_or_compiles_a
     code = f"""if True:
         import sys, torch.distributed.run
         from torchtitan.config import load_config
-        from torchtitan.resolve import resolve_job
+        from torchtitan.resolve.job import resolve_job
         file = "--job.config_file=debug_model"
         muon = '--optimizer.groups=[{{pattern = "layers.*.w*.weight", name = "Muon"}}]'
         resolve_job(load_config([file, "--job.dump_folder={tmp_path / "run"}", muon]), 1)

@@ -18,7 +18,7 @@ from tests.runs import tiny_text
 from torchtitan.config import load_config
 from torchtitan.distributed.world import World
 from torchtitan.resilience.guard import StopRequest
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.trainer import Trainer
 
 _SAVED = re.compile(r"saved step (\d+) in .*\(([0-9.]+) s\)")

@@ -19,7 +19,7 @@ from torchtitan.checkpoint.storage import StepFolders
 from torchtitan.config import load_config
 from torchtitan.distributed.world import World
 from torchtitan.errors import CheckpointError, ConfigError
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 
 SAVES = ["--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=20"]
 
@@ -296,7 +296,7 @@ def poisoned(world: World, argv: list[str], at: int) -> tuple[str, bool, int]:
     """A NaN in one rank's gradient at one step: the error, whether weights stayed as they were, and the step."""
     from torchtitan.config import load_config
     from torchtitan.resilience.guard import StopRequest
-    from torchtitan.resolve import resolve_job
+    from torchtitan.resolve.job import resolve_job
     from torchtitan.trainer import NonFiniteError, Trainer
 
     trainer = Trainer(resolve_job(load_config(argv), world.size), world)

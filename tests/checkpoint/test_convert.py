@@ -31,7 +31,7 @@ from torchtitan.convert import main
 from torchtitan.log import logger
 from torchtitan.models.huggingface import from_config, to_config
 from torchtitan.models.spec import MODELS
-from torchtitan.resolve import resolve_args
+from torchtitan.resolve.model import resolve_args
 
 
 def convert_there(folder: Path, *options: str) -> Path:

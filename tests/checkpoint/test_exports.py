@@ -16,7 +16,8 @@ from torchtitan.checkpoint.places import place
 from torchtitan.checkpoint.storage import is_complete
 from torchtitan.config import load_config
 from torchtitan.errors import ConfigError
-from torchtitan.resolve import finished_step, resolve_job
+from torchtitan.resolve.checkpoints import finished_step
+from torchtitan.resolve.job import resolve_job
 
 SAVES = ["--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=20"]
 IN_HF = ["--checkpoint.last_save_in_hf", "--checkpoint.export_dtype=bfloat16"]

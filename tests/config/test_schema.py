@@ -7,7 +7,7 @@ from torchtitan.config import ConfigError, JobConfig
 from torchtitan.config.schema import KEYS, SECTIONS, LRScheduler, Training
 from torchtitan.config.together import check_together
 from torchtitan.errors import UNKNOWN
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 
 
 @pytest.mark.parametrize("key", KEYS)

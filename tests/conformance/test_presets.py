@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import CHECKOUT
 from torchtitan.config import load_config, to_toml
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 
 PRESETS = sorted((CHECKOUT / "train_configs").glob("*.toml"))
 

@@ -10,7 +10,7 @@ from torchtitan.config import load_config
 from torchtitan.data.loader import build_loader
 from torchtitan.data.rows.rows import Rows
 from torchtitan.feed import blended, data_stages, open_rows
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.state import DataPosition
 
 RANKS, WORKERS = (1, 2, 3, 4), (0, 2)

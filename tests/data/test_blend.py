@@ -17,7 +17,7 @@ from torchtitan.distributed.world import World
 from torchtitan.errors import ConfigError, keys_told_as
 from torchtitan.feed import blended, check_same, check_share, open_rows
 from torchtitan.log import logger
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.state import DataPosition, DataStage
 
 

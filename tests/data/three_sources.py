@@ -10,7 +10,7 @@ from tests.runs import metrics, row_hashes, run_job, tiny_argv
 from torchtitan.config import load_config
 from torchtitan.data.batch import Batch
 from torchtitan.feed import blended, open_rows
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 
 WEIGHTS = {"letters": 0.7, "digits": 0.2, "signs": 0.1}
 _ALPHABETS = {"letters": "abcdefgh ", "digits": "0123456789", "signs": "+-*/=()<>"}

@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchtitan.config.schema import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.models.spec import MODELS
-from torchtitan.resolve import resolve_args
+from torchtitan.resolve.model import resolve_args
 
 VOCABULARY, SEQ_LEN = 64, 256
 MODES = {

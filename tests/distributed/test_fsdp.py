@@ -10,7 +10,7 @@ from tests.launch import run_ranks
 from tests.runs import tiny_argv
 from torchtitan.config import load_config
 from torchtitan.distributed.world import World
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.trainer import Trainer
 
 LAYOUTS = {1: [[]], 4: [[], ["--parallelism.data_parallel_replicate_degree=2"]]}

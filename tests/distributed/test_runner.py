@@ -9,7 +9,7 @@ from tests.equivalence.layouts import Layout, base_argv
 from tests.launch import run_ranks
 from torchtitan.config import load_config
 from torchtitan.distributed.world import World
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.trainer import Trainer
 
 LAYOUTS = [

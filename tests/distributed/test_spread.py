@@ -8,7 +8,7 @@ from torchtitan.config import load_config
 from torchtitan.distributed.spread import Spread, micro_batches, plan_spread
 from torchtitan.errors import ConfigError
 from torchtitan.models.spec import MODELS
-from torchtitan.resolve import resolve_args
+from torchtitan.resolve.model import resolve_args
 
 
 def plan(ranks: int, *words: str) -> Spread:

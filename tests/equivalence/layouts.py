@@ -32,7 +32,7 @@ from torchtitan.distributed.runner import WholeRunner
 from torchtitan.distributed.world import World
 from torchtitan.models.init import Normal, draw
 from torchtitan.models.spec import MODELS
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.trainer import Trainer
 
 STEPS = 3

@@ -21,7 +21,8 @@ from torchtitan.data.batch import IGNORE_INDEX, Batch
 from torchtitan.distributed.context import apply_mask
 from torchtitan.distributed.world import World
 from torchtitan.models.spec import MODELS
-from torchtitan.resolve import resolve_args, resolve_job
+from torchtitan.resolve.job import resolve_job
+from torchtitan.resolve.model import resolve_args
 from torchtitan.trainer import Trainer
 
 # Tokens of the documents beside BOS and EOS, over rows of 32: inside one, longer than several, hardly any.

@@ -20,7 +20,7 @@ from torchtitan.distributed.gradients import local_part
 from torchtitan.distributed.world import World
 from torchtitan.optim import muon
 from torchtitan.optim.whole import Task
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.trainer import Trainer
 
 # The vocabulary of 101 is divided by no degree, so embedding and head are spread unevenly.

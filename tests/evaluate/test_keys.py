@@ -9,7 +9,7 @@ from tests.runs import tiny_argv
 from torchtitan.config import describe_error, load_config
 from torchtitan.errors import ConfigError
 from torchtitan.evaluate import open_held_out
-from torchtitan.resolve import Job, resolve_job
+from torchtitan.resolve.job import Job, resolve_job
 
 PYTHON_DOCS = "dataset=python_docs"
 

@@ -24,7 +24,7 @@ from torchtitan.feed import open_source
 from torchtitan.observe import clock
 from torchtitan.observe.metrics import ValidationStats
 from torchtitan.resilience.guard import StopRequest
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 
 STEPS = 3
 SEQ_LEN = 24

@@ -12,7 +12,7 @@ from tests.runs import run_job, run_jobs, tiny_argv, whole_parameters
 from torchtitan.config import load_config
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.world import World
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.trainer import Trainer
 
 GROUPS = """[

@@ -17,7 +17,7 @@ from torchtitan.errors import ConfigError
 from torchtitan.loss.chunks import loss_of_linear
 from torchtitan.loss.losses import Loss
 from torchtitan.models.spec import MODELS
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.transforms import CONVERTERS
 
 IDS, DIM = 11, 6

@@ -13,7 +13,7 @@ from torchtitan.config import load_config
 from torchtitan.errors import ConfigError
 from torchtitan.models.init import Constant
 from torchtitan.models.spec import MODELS
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 
 
 def test_a_flavor_from_outside() -> None:

@@ -72,7 +72,7 @@ def check(config: JobConfig) -> str:
     text = os.environ[name] if name else "1"
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(None, f"{name}={text} in the environment is no number of ranks")
-    from torchtitan.resolve import resolve_job  # needs torch
+    from torchtitan.resolve.job import resolve_job  # needs torch
 
     job = resolve_job(config, int(text))
     ranks = "1 rank" if int(text) == 1 else f"{int(text)} ranks"

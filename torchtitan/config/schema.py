@@ -10,10 +10,10 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, Field, PrivateAttr
 
 from torchtitan.config.options import Option, option_from_field
-from torchtitan.config.paths import written_out
+from torchtitan.config.section import FolderText, OpenSection, PathText, Section, key
 from torchtitan.errors import UNKNOWN
 
 Dtype = Literal["float32", "bfloat16"]
@@ -22,33 +22,6 @@ ScheduleName = Literal[
 ]
 Auto = Literal[-1] | Annotated[int, Field(ge=1, le=2**24)]
 """A count that is worked out from the rest where it is -1."""
-
-
-def _path_text(text: str) -> str:
-    """Home folders written out; ValueError for a name that no file system takes."""
-    if "\0" in text or any(len(part.encode(errors="surrogateescape")) > 255 for part in text.split("/")):
-        raise ValueError("is no path: a name in it is longer than 255 bytes, or has a zero byte")
-    return written_out(text)
-
-
-PathText = Annotated[str, AfterValidator(_path_text)]
-"""A file or folder; ``~`` is the user's home."""
-FolderText = Annotated[PathText, Field(min_length=1)]
-
-
-def key(default: Any, meaning: str, **bounds: Any) -> Any:
-    """Declare a key."""
-    return Field(default, description=meaning, **bounds)
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class OpenSection(Section):
-    """A section that names a registered part; the options of that part stand beside the keys declared here."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 class Job(Section):
@@ -330,7 +303,7 @@ class JobConfig(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     comm: Comm = Field(default_factory=Comm)
     debug: Debug = Field(default_factory=Debug)
-    converter_args: dict[str, dict[str, Any]] = {}
+    converter_args: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of each converter in ``model.converters``; in a file they stand in the table of the converter's name."""
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field
 from torchtitan.config.options import Option, nearest
 from torchtitan.config.overrides import Path
 from torchtitan.config.parts import Choice, offered
-from torchtitan.config.schema import PathText
+from torchtitan.config.section import PathText
 from torchtitan.errors import ConfigError
 
 

@@ -1,6 +1,6 @@
 """What no two keys may say together: each rule is told by the key to change.
 
-What one key may say alone is in schema.py; what needs the model, the data or the ranks to be told, in resolve.py.
+What one key may say alone is in schema.py; what needs the model, the data or the ranks to be told, in resolve/.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan.data.batch import Batch
 from torchtitan.distributed.world import World
-from torchtitan.resolve import Job
+from torchtitan.resolve.job import Job
 from torchtitan.trainer import Trainer
 from torchtitan.trainers import TRAINERS
 

@@ -16,7 +16,7 @@ from torchtitan.errors import ConfigError
 
 if TYPE_CHECKING:  # torch costs seconds, and help is given before
     from torchtitan.data.tokenizer import Tokenizer
-    from torchtitan.resolve import Job
+    from torchtitan.resolve.job import Job
 
 _SHOWN_CHARACTERS = 160
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         if (number := getattr(arguments, name)) is not None and number < 1:
             raise ConfigError(f"--{name}", f"{number} must be at least 1")
     config = load_config(overrides)
-    from torchtitan.resolve import resolve_job  # needs torch
+    from torchtitan.resolve.job import resolve_job  # needs torch
 
     ranks = os.environ.get("NGPU", "1")
     if not ranks.isdecimal() or int(ranks) < 1:

@@ -1,27 +1,17 @@
 """From a configuration to a job: every name bound to its part, every number checked, before any process group.
 
-Nothing is built here that computes or writes; the trainer builds from what stands in the job.
+Nothing is built here that computes or writes; the trainer builds from what stands in the job. What the model alone is
+asked is in model.py, what lies in the checkpoint's folders in checkpoints.py.
 """
 
-import dataclasses
-import json
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
-from upath import UPath
 
-from torchtitan.checkpoint.huggingface.files import WeightFolder
-from torchtitan.checkpoint.huggingface.load import check_args
-from torchtitan.checkpoint.manifest import Manifest, damage
-from torchtitan.checkpoint.places import check_remote, is_local, place
-from torchtitan.checkpoint.storage import StepFolders, check_start, find_step, is_complete, step_folders
 from torchtitan.config import JobConfig
 from torchtitan.config.schema import Data, Validation
 from torchtitan.config.tables import SETS
@@ -31,21 +21,19 @@ from torchtitan.data.datasets import OnBadRecord
 from torchtitan.data.rows.foreign import check_order, check_unordered
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, special_ids
 from torchtitan.data.tokens.encode import Encoding
-from torchtitan.distributed.convert import check_head, convert_model
 from torchtitan.distributed.passes import check_activation_checkpoint, check_compile
 from torchtitan.distributed.spread import Spread, check_lengths, micro_batches, plan_spread
-from torchtitan.errors import CheckpointError, ConfigError, keys_told_as
+from torchtitan.errors import ConfigError, keys_told_as
 from torchtitan.log import logger
 from torchtitan.loss.losses import LOSSES, Loss
-from torchtitan.models.init import find_rule
-from torchtitan.models.spec import MODELS, ModelSpec, roles_of
+from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.observe.sinks import SINKS, check_packages
 from torchtitan.optim.groups import OptimizerPlan, check_plan, plan_optimizer
 from torchtitan.optim.schedules import SCHEDULES, Schedule
-from torchtitan.registry import unknown_name
 from torchtitan.resilience.folder import check_folder
-from torchtitan.state import ModelFacts
-from torchtitan.transforms import CONVERTERS, Converter
+from torchtitan.resolve.checkpoints import check_checkpoints
+from torchtitan.resolve.model import bind_converter, check_model, check_positions, resolve_args
+from torchtitan.transforms import Converter
 
 
 @dataclass(frozen=True)
@@ -89,10 +77,10 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     spec = MODELS.get(model.name, key="model.name")
     args = resolve_args(spec, model.flavor, model.args)
     if config.checkpoint.enable:
-        _check_checkpoints(config, spec, args)
-    converters = [_converter(name, config) for name in model.converters]
-    shapes = _check_model(spec, args, converters, loss_chunks=config.loss.chunks)
-    _check_positions(spec, args, training.seq_len)
+        check_checkpoints(config, spec, args)
+    converters = [bind_converter(name, config) for name in model.converters]
+    shapes = check_model(spec, args, converters, loss_chunks=config.loss.chunks)
+    check_positions(spec, args, training.seq_len)
     spread = plan_spread(
         config.parallelism,
         spec,
@@ -160,22 +148,13 @@ def _check_chunks(chunks: int, spread: Spread, seq_len: int, number: int) -> Non
         )
 
 
-def _check_positions(spec: ModelSpec, args: Any, seq_len: int) -> None:
-    longest = spec.max_seq_len(args)
-    if longest is not None and seq_len > longest:
-        raise ConfigError(
-            "training.seq_len",
-            f"the model has positions for {longest} tokens; lower it, or raise model.args.max_seq_len",
-        )
-
-
 def _plan_validation(config: JobConfig, spec: ModelSpec, args: Any, spread: Spread) -> ValidationPlan:
     """What ``[validation]`` asks for; ConfigError, on its keys, for what this model cannot look at when so spread."""
     keys, training = config.validation, config.training
     seq_len, rows = keys.seq_len or training.seq_len, keys.local_batch_size or training.local_batch_size
     if keys.seq_len is not None:
         with keys_told_as({"training.seq_len": "validation.seq_len"}):
-            _check_positions(spec, args, seq_len)
+            check_positions(spec, args, seq_len)
             check_lengths(spread, spec, args, seq_len)
     if rows % spread.rows_multiple:
         raise ConfigError(
@@ -211,13 +190,6 @@ def _validation_sets(keys: Validation, on_bad_record: OnBadRecord) -> dict[str |
     return sets
 
 
-def _converter(name: str, config: JobConfig) -> Converter:
-    built: Converter = CONVERTERS.bind(name, config.converter_args.get(name, {}), key="model.converters")()
-    if not callable(built):
-        raise ConfigError("model.converters", f"what builds {name!r} must return a function of a model, not {built!r}")
-    return built
-
-
 def _sinks(config: JobConfig) -> dict[str, partial[Any]]:
     metrics = config.metrics
     options: dict[str, dict[str, Any]] = {"console": {"color": not metrics.disable_color_printing}, "jsonl": {}}
@@ -230,119 +202,6 @@ def _sinks(config: JobConfig) -> dict[str, partial[Any]]:
         SINKS.get(name, key="metrics.sinks")
     check_packages(options)
     return {name: SINKS.bind(name, own, key=f"metrics.sink_args.{name}") for name, own in options.items()}
-
-
-def checkpoint_folders(config: JobConfig) -> StepFolders:
-    """Where the run's steps lie."""
-    return step_folders(place(config.checkpoint.folder, base=config.job.dump_folder, key="checkpoint.folder"))
-
-
-def _check_checkpoints(config: JobConfig, spec: ModelSpec, args: Any) -> None:
-    keys, folders = config.checkpoint, checkpoint_folders(config)
-    if is_local(folders.root):
-        check_folder(Path(str(folders.root)), "checkpoint.folder")
-    elif os.environ.get("RANK", "0") == "0":  # one look is enough
-        check_remote(folders.root, "checkpoint.folder")
-    check_start(folders, keys.load_step)
-    if keys.async_mode == "async_with_pinned_mem" and sys.platform != "linux":
-        raise ConfigError("checkpoint.async_mode", 'memory is shared with a process on Linux only; take "async"')
-    if keys.last_save_in_hf and spec.huggingface is None:
-        raise ConfigError("checkpoint.last_save_in_hf", f"model.name={config.model.name} has no twin there")
-    if keys.initial_load_path is None or folders.steps():
-        return
-    if not keys.initial_load_in_hf:
-        step = find_step(keys.initial_load_path)
-        if is_complete(step) and "model" not in keys.exclude_from_loading:
-            _check_model_of(step, args)
-    elif spec.huggingface is None:
-        raise ConfigError("checkpoint.initial_load_in_hf", f"model.name={config.model.name} has no twin there")
-    else:
-        try:
-            check_args(WeightFolder(keys.initial_load_path), spec, args)
-        except CheckpointError as error:
-            raise ConfigError("checkpoint.initial_load_path", str(error)) from None
-
-
-def _check_model_of(step: UPath, args: Any) -> None:
-    """ConfigError if the weights of a step of ours are those of another model."""
-    try:
-        ModelFacts.of(args).load_state_dict(Manifest.read(step).state["model"])
-    except (CheckpointError, KeyError):
-        return  # said when it is loaded
-
-
-def finished_step(config: JobConfig) -> int | None:
-    """The step at which an earlier run in the same folder ended, if that leaves nothing to do."""
-    keys = config.checkpoint
-    if not keys.enable or keys.load_step != -1:
-        return None
-    folders = checkpoint_folders(config)
-    for step in folders.steps()[-1:]:
-        if step >= config.training.steps and not _damaged(folders.path(step), step):
-            exports = keys.last_save_model_only or keys.last_save_in_hf
-            return step if not exports or keys.load_only or is_complete(folders.export(step)) else None
-    return None
-
-
-def _damaged(folder: UPath, step: int) -> bool:
-    """Whether it is another step, or a file is missing or has another size; what is in them is looked at when they are
-    loaded."""
-    try:
-        manifest = Manifest.read(folder)
-    except CheckpointError:
-        return True
-    return manifest.step != step or damage(folder, manifest, manifest.files, content=False) is not None
-
-
-def resolve_args(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> Any:
-    """The flavor's hyper-parameters with ``overrides`` in their place, checked by the family's own types and rules."""
-    if flavor not in spec.flavors:
-        raise unknown_name("flavor", flavor, spec.flavors, key="model.flavor")
-    values = _overlay(dataclasses.asdict(spec.flavors[flavor]), overrides, "model.args")
-    try:
-        # Through JSON, where strict types allow a table for a nested dataclass.
-        return TypeAdapter(spec.args_cls).validate_json(json.dumps(values), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            raise cause from None
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"model.args.{where}", first["msg"].replace("Input should", "must")) from None
-
-
-def _overlay(values: dict[str, Any], overrides: Mapping[str, Any], key: str) -> dict[str, Any]:
-    for name, value in overrides.items():
-        if name not in values:
-            raise unknown_name("key", name, values, key=f"{key}.{name}")
-        if value in ("none", "null") and not isinstance(values[name], str):
-            value = None  # on a command line there is no other way to say it
-        if isinstance(value, int) and abs(value) >= 2**40:
-            raise ConfigError(f"{key}.{name}", "is larger than any model")
-        if isinstance(value, Mapping) and isinstance(values[name], dict):
-            values[name] = _overlay(values[name], value, f"{key}.{name}")
-        else:
-            values[name] = value
-    return values
-
-
-def _check_model(
-    spec: ModelSpec, args: Any, converters: Sequence[Converter], *, loss_chunks: int
-) -> dict[str, Sequence[int]]:
-    """Shapes of the model's parameters by name; ConfigError if what a family tells of its model does not fit the model,
-    or converters leave none that fits or of whose head the loss cannot be taken in chunks."""
-    model, rules, tied = spec.build_meta(args), spec.init(args), spec.tied(args)
-    convert_model(model, converters, tied)
-    try:
-        spec.layout.check(model)
-        for name, _ in model.named_parameters():
-            find_rule(rules, tied.get(name, name))
-        list(roles_of(model, spec.roles))
-    except LookupError as error:
-        raise ConfigError("model.name", f"the tables of this family do not fit its model: {error}") from None
-    if loss_chunks > 1:
-        check_head(model, spec.layout)
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def _encoding(data: Data, tokenizer: Tokenizer, vocab_size: int) -> Encoding:

@@ -1,0 +1,1 @@
+"""From a configuration to a job: what must be known before any process group."""
