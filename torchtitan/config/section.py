@@ -1,4 +1,7 @@
-"""What a section of the configuration is made of. Which sections and keys there are is in schema.py."""
+"""What a section of the configuration is made of.
+
+Which sections and keys there are is in schema.py.
+"""
 
 from __future__ import annotations
 
