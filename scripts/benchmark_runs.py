@@ -237,13 +237,15 @@ def run_peer(row: Row, folder: Path, into: Measured, *, steps: int, program: Seq
         "--nproc_per_node=1",
         "--standalone",
         str(Path(script).resolve()),
+        *argv,
     ]
     given = environment(row.allocator)
     given.pop("PYTHONPATH", None)
     if arguments:
         given["PEER_FLAVORS"] = json.dumps({flavor: arguments})
     started = time.time()
-    shown, peak_gib = _child([*torchrun, str(Path(script).resolve()), *argv], given, folder)
+    shown, peak_gib = _child(torchrun, given, folder)
+    shown = re.sub(r"\x1b\[[\d;]*m", "", shown)
     found = re.findall(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})[^\n]*?\bstep: *(\d+)[^\n]*?\btps: *([\d,]+)", shown)
     if len(found) < steps:
         raise NotRun(f"TorchTitan told of {len(found)} steps of {steps}")
