@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from torch import nn
 from upath import UPath
 
 from torchtitan.checkpoint.huggingface.files import WeightFolder
@@ -31,7 +32,7 @@ from torchtitan.data.datasets import OnBadRecord
 from torchtitan.data.rows.foreign import check_order, check_unordered
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, special_ids
 from torchtitan.data.tokens.encode import Encoding
-from torchtitan.distributed.convert import check_head, convert_model
+from torchtitan.distributed.convert import check_float8, check_head, convert_model
 from torchtitan.distributed.passes import check_activation_checkpoint, check_compile
 from torchtitan.distributed.spread import Spread, check_lengths, micro_batches, plan_spread
 from torchtitan.errors import CheckpointError, ConfigError, keys_told_as
@@ -91,7 +92,8 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     if config.checkpoint.enable:
         _check_checkpoints(config, spec, args)
     converters = [_converter(name, config) for name in model.converters]
-    shapes = _check_model(spec, args, converters, loss_chunks=config.loss.chunks)
+    converted = _check_model(spec, args, converters, loss_chunks=config.loss.chunks)
+    shapes: dict[str, Sequence[int]] = {name: parameter.shape for name, parameter in converted.named_parameters()}
     _check_positions(spec, args, training.seq_len)
     spread = plan_spread(
         config.parallelism,
@@ -108,7 +110,12 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     number = micro_batches(
         spread, training.local_batch_size * spread.degrees.readers if rows == -1 else rows, training.local_batch_size
     )
-    _check_chunks(config.loss.chunks, spread, training.seq_len, number)
+    tokens = _tokens_at_once(spread, training.seq_len, number)
+    if config.loss.chunks > tokens:
+        raise ConfigError(
+            "loss.chunks", f"the loss is taken of {tokens} tokens of a rank at once; lower it, usually to 8 or 16"
+        )
+    check_float8(converted, converters, spec.roles, tensor=spread.degrees.tensor, tokens=tokens)
     blend = (
         plan_blend(data.sources, data.on_bad_record)
         if data.sources
@@ -150,14 +157,10 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     )
 
 
-def _check_chunks(chunks: int, spread: Spread, seq_len: int, number: int) -> None:
-    """``number`` is that of micro-batches: of rows, or where there is a pipeline, of ``spread.rows_multiple`` rows."""
+def _tokens_at_once(spread: Spread, seq_len: int, number: int) -> int:
+    """Of a rank's batch, in which ``number`` is that of rows, or where there is a pipeline, of its micro-batch."""
     rows = number if spread.pipeline is None else spread.rows_multiple
-    tokens = rows * seq_len // spread.degrees.context
-    if chunks > tokens:
-        raise ConfigError(
-            "loss.chunks", f"the loss is taken of {tokens} tokens of a rank at once; lower it, usually to 8 or 16"
-        )
+    return rows * seq_len // spread.degrees.context
 
 
 def _check_positions(spec: ModelSpec, args: Any, seq_len: int) -> None:
@@ -326,13 +329,11 @@ def _overlay(values: dict[str, Any], overrides: Mapping[str, Any], key: str) -> 
     return values
 
 
-def _check_model(
-    spec: ModelSpec, args: Any, converters: Sequence[Converter], *, loss_chunks: int
-) -> dict[str, Sequence[int]]:
-    """Shapes of the model's parameters by name; ConfigError if what a family tells of its model does not fit the model,
-    or converters leave none that fits or of whose head the loss cannot be taken in chunks."""
+def _check_model(spec: ModelSpec, args: Any, converters: Sequence[Converter], *, loss_chunks: int) -> nn.Module:
+    """The whole model on the meta device, after ``converters``; ConfigError if what a family tells of its model does
+    not fit it, or converters leave none that fits or of whose head the loss cannot be taken in chunks."""
     model, rules, tied = spec.build_meta(args), spec.init(args), spec.tied(args)
-    convert_model(model, converters, tied)
+    convert_model(model, converters, tied, whole=True)
     try:
         spec.layout.check(model)
         for name, _ in model.named_parameters():
@@ -342,7 +343,7 @@ def _check_model(
         raise ConfigError("model.name", f"the tables of this family do not fit its model: {error}") from None
     if loss_chunks > 1:
         check_head(model, spec.layout)
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+    return model
 
 
 def _encoding(data: Data, tokenizer: Tokenizer, vocab_size: int) -> Encoding:

@@ -4,21 +4,31 @@ Converters themselves are in ``transforms/``; when they are applied is said in `
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
+from torchtitan.distributed.topology import KEYS
 from torchtitan.errors import ConfigError
-from torchtitan.models.spec import Layout
+from torchtitan.models.spec import Layout, Role, roles_of
 from torchtitan.transforms import Converter
+from torchtitan.transforms.float8 import MULTIPLE, Float8, is_float8
+from torchtitan.transforms.float8 import NAME as FLOAT8
 
 _KEY = "model.converters"
 
 
-def convert_model(model: nn.Module, converters: Sequence[Converter], tied: Mapping[str, str]) -> None:
+def convert_model(
+    model: nn.Module, converters: Sequence[Converter], tied: Mapping[str, str], *, whole: bool = False
+) -> None:
     """Apply ``converters`` to ``model`` on the meta device; parameters that are ``tied``, second name to first, are the
-    same ones afterwards. ConfigError if parameters have other names, share what is not told, or buffers exist."""
+    same ones afterwards. ``whole``: it is no stage of a pipeline, so a converter may check it. ConfigError if
+    parameters have other names, share what is not told, or buffers exist."""
     before = set(dict(model.named_parameters(remove_duplicate=False)))
     for convert in converters:
+        check = getattr(convert, "check", None)
+        if whole and check is not None:
+            check(model)
         convert(model)
     names = set(dict(model.named_parameters(remove_duplicate=False)))
     if changed := sorted(before ^ names):
@@ -47,5 +57,38 @@ def check_head(model: nn.Module, layout: Layout) -> None:
         what = "has another forward than nn.Linear" if type(head) is nn.Linear else f"is {type(head).__name__}"
         raise ConfigError(
             "loss.chunks",
-            f"the head, {name}, {what} after model.converters, and only nn.Linear is taken in chunks; set it to 1",
+            f"the head, {name}, {what} after model.converters, and only nn.Linear is taken in chunks; set it to 1"
+            + (f', or {FLOAT8}.filter_fqns to ["{name}"]' if is_float8(head) else ""),
         )
+
+
+def check_float8(
+    model: nn.Module, converters: Sequence[Converter], roles: Mapping[str, Role], *, tensor: int, tokens: int
+) -> None:
+    """ConfigError if float8 maps of ``model``, as ``converters`` have left it, cannot be shared by as many ``tensor``
+    ranks, or cannot take as many ``tokens`` at once."""
+    for convert in converters:
+        if isinstance(convert, Float8):
+            if tensor > 1 and convert.scales_by_shards:
+                raise ConfigError(
+                    f"{FLOAT8}.enable_fsdp_float8_all_gather",
+                    "weights would have a scale for each tensor rank; set "
+                    f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp = true, which finds one for all of them, or "
+                    "leave it at false",
+                )
+            if tokens % convert.tokens_multiple_of:
+                raise ConfigError(
+                    "training.local_batch_size",
+                    f"a rank computes {tokens} tokens at once, and float8 takes multiples of {MULTIPLE}; change it or "
+                    "training.seq_len",
+                )
+    for name, role in roles_of(model, roles) if tensor > 1 else ():
+        module: Any = model.get_submodule(name)
+        if is_float8(module) and not module.config.emulate:
+            features = module.in_features if role == "row" else module.out_features
+            if features % (MULTIPLE * tensor):
+                raise ConfigError(
+                    KEYS["tensor"],
+                    f"a rank's part of the {features} {'inputs' if role == 'row' else 'outputs'} of {name} would be no "
+                    f"multiple of {MULTIPLE}, which float8 takes; lower it, or name {name} in {FLOAT8}.filter_fqns",
+                )
