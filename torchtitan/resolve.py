@@ -32,7 +32,7 @@ from torchtitan.data.datasets import OnBadRecord
 from torchtitan.data.rows.foreign import check_order, check_unordered
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, special_ids
 from torchtitan.data.tokens.encode import Encoding
-from torchtitan.distributed.convert import check_float8, check_head, convert_model
+from torchtitan.distributed.convert import check_head, check_quantized, convert_model
 from torchtitan.distributed.passes import check_activation_checkpoint, check_compile
 from torchtitan.distributed.spread import Spread, check_lengths, micro_batches, plan_spread
 from torchtitan.errors import CheckpointError, ConfigError, keys_told_as
@@ -115,7 +115,7 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         raise ConfigError(
             "loss.chunks", f"the loss is taken of {tokens} tokens of a rank at once; lower it, usually to 8 or 16"
         )
-    check_float8(converted, converters, spec.roles, tensor=spread.degrees.tensor, tokens=tokens)
+    check_quantized(converted, converters, spec.roles, tensor=spread.degrees.tensor, tokens=tokens)
     blend = (
         plan_blend(data.sources, data.on_bad_record)
         if data.sources
@@ -342,7 +342,7 @@ def _check_model(spec: ModelSpec, args: Any, converters: Sequence[Converter], *,
     except LookupError as error:
         raise ConfigError("model.name", f"the tables of this family do not fit its model: {error}") from None
     if loss_chunks > 1:
-        check_head(model, spec.layout)
+        check_head(model, spec.layout, converters)
     return model
 
 

@@ -71,6 +71,7 @@ MEANINGLESS: dict[str, str] = {
     "job.use_for_integration_test": "tests choose their configurations themselves",
     "training.dataloader.persistent_workers": "workers always live for the whole run",
     "validation.dataloader.persistent_workers": "workers always live for the whole run",
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": "torchao picks the kernels itself",
     "parallelism.context_parallel_rotate_method": "keys and values are gathered or exchanged by head",
 }
 """Key → why it changes nothing here; accepted with a note."""

@@ -164,14 +164,18 @@ def _check_undeclared(
                 values[path] = _ANY.read(setting.value, key=key)
             elif _within(path, ("metrics", "sink_args")):
                 raise ConfigError(key, f"{path[2]} is not in metrics.sinks; add it there")
+            elif key in MEANINGLESS:
+                notes.append(_changes_nothing(key, setting))
             elif converter := _converter_of(path):
                 _pass_over(converter, key, setting, notes)
-            elif key in MEANINGLESS:
-                notes.append(f"{key} ({setting.source}) changes nothing: {MEANINGLESS[key]}")
             elif key in UNBUILT:
                 UNBUILT[key].refuse_unless_off(setting.value, key=key)
             else:
                 raise _unknown_key(key, setting)
+
+
+def _changes_nothing(key: str, setting: Setting) -> str:
+    return f"{key} ({setting.source}) changes nothing: {MEANINGLESS[key]}"
 
 
 def _converter_of(path: Path) -> str | None:
@@ -221,6 +225,8 @@ def _options(
                 KEYS[key].read(setting.value, key=key)
             elif option_name in known:
                 values[value_path] = known[option_name].read(setting.value, key=key)
+            elif key in MEANINGLESS:
+                notes.append(_changes_nothing(key, setting))
             elif key in UNBUILT:
                 UNBUILT[key].refuse_unless_off(setting.value, key=key)
             elif owners := [owner for other, _, names in offered(choice) if other == key for owner in names]:

@@ -92,11 +92,6 @@ _add("checkpoint", "fault tolerance by replicas", {"enable_ft_dataloader_checkpo
 _add("activation_checkpoint", "the curve of memory budgets", {"visualize_memory_budget_pareto": False})
 _GROUPED = "grouped matrix products are those of experts, which no model here has"
 _add("quantize.grouped_mm.float8", "", {"fqns": []}, _GROUPED)
-_add(
-    "quantize.linear.mx",
-    "MXFP8",
-    {"mxfp8_dim1_cast_kernel_choice": "triton", "recipe_name": "mxfp8_cublas", "filter_fqns": ["output"]},
-)
 _add("quantize.grouped_mm.mx", "", {"recipe_name": "mxfp8", "fqns": []}, _GROUPED)
 _add(
     "comm",
@@ -140,7 +135,6 @@ _add("debug", "mixture of experts", {"moe_force_load_balance": False})
 UNBUILT_CHOICES: dict[str, dict[str, str]] = {
     "model.converters": {
         "quantize.grouped_mm.float8": _GROUPED,
-        "quantize.linear.mx": "MXFP8 is not built yet",
         "quantize.grouped_mm.mx": _GROUPED,
     },
 }

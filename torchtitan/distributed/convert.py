@@ -12,8 +12,8 @@ from torchtitan.distributed.topology import KEYS
 from torchtitan.errors import ConfigError
 from torchtitan.models.spec import Layout, Role, roles_of
 from torchtitan.transforms import Converter
-from torchtitan.transforms.float8 import MULTIPLE, Float8, is_float8
-from torchtitan.transforms.float8 import NAME as FLOAT8
+from torchtitan.transforms.float8 import Float8
+from torchtitan.transforms.quantized import Quantized
 
 _KEY = "model.converters"
 
@@ -49,7 +49,7 @@ def convert_model(
         )
 
 
-def check_head(model: nn.Module, layout: Layout) -> None:
+def check_head(model: nn.Module, layout: Layout, converters: Sequence[Converter]) -> None:
     """ConfigError if ``model`` does not end with a linear map, which can be taken chunk by chunk."""
     name = layout.head[-1]
     head = model.get_submodule(name)
@@ -58,37 +58,47 @@ def check_head(model: nn.Module, layout: Layout) -> None:
         raise ConfigError(
             "loss.chunks",
             f"the head, {name}, {what} after model.converters, and only nn.Linear is taken in chunks; set it to 1"
-            + (f', or {FLOAT8}.filter_fqns to ["{name}"]' if is_float8(head) else ""),
+            + "".join(
+                f', or {convert.name}.filter_fqns to ["{name}"]'
+                for convert in converters
+                if isinstance(convert, Quantized) and convert.takes(head)
+            ),
         )
 
 
-def check_float8(
+def check_quantized(
     model: nn.Module, converters: Sequence[Converter], roles: Mapping[str, Role], *, tensor: int, tokens: int
 ) -> None:
-    """ConfigError if float8 maps of ``model``, as ``converters`` have left it, cannot be shared by as many ``tensor``
-    ranks, or cannot take as many ``tokens`` at once."""
+    """ConfigError if maps of ``model``, as ``converters`` have left it, cannot be shared by as many ``tensor`` ranks,
+    or cannot take as many ``tokens`` at once."""
     for convert in converters:
-        if isinstance(convert, Float8):
-            if tensor > 1 and convert.scales_by_shards:
-                raise ConfigError(
-                    f"{FLOAT8}.enable_fsdp_float8_all_gather",
-                    "weights would have a scale for each tensor rank; set "
-                    f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp = true, which finds one for all of them, or "
-                    "leave it at false",
-                )
-            if tokens % convert.tokens_multiple_of:
-                raise ConfigError(
-                    "training.local_batch_size",
-                    f"a rank computes {tokens} tokens at once, and float8 takes multiples of {MULTIPLE}; change it or "
-                    "training.seq_len",
-                )
-    for name, role in roles_of(model, roles) if tensor > 1 else ():
-        module: Any = model.get_submodule(name)
-        if is_float8(module) and not module.config.emulate:
-            features = module.in_features if role == "row" else module.out_features
-            if features % (MULTIPLE * tensor):
-                raise ConfigError(
-                    KEYS["tensor"],
-                    f"a rank's part of the {features} {'inputs' if role == 'row' else 'outputs'} of {name} would be no "
-                    f"multiple of {MULTIPLE}, which float8 takes; lower it, or name {name} in {FLOAT8}.filter_fqns",
-                )
+        if not isinstance(convert, Quantized):
+            continue
+        if tokens % convert.tokens_multiple_of:
+            raise ConfigError(
+                "training.local_batch_size",
+                f"a rank computes {tokens} tokens at once, and {convert.name} takes multiples of "
+                f"{convert.tokens_multiple_of}; change it or training.seq_len",
+            )
+        if tensor == 1:
+            continue
+        if isinstance(convert, Float8) and convert.scales_by_shards:
+            raise ConfigError(
+                f"{convert.name}.enable_fsdp_float8_all_gather",
+                "weights would have a scale for each tensor rank; set "
+                f"{convert.name}.precompute_float8_dynamic_scale_for_fsdp = true, which finds one for all of them, or "
+                "leave it at false",
+            )
+        for name, role in roles_of(model, roles):
+            module: Any = model.get_submodule(name)
+            if convert.takes(module):
+                side, features = "outputs", module.out_features
+                if role == "row":
+                    side, features = "inputs", module.in_features
+                if features % (convert.part_multiple_of * tensor):
+                    raise ConfigError(
+                        KEYS["tensor"],
+                        f"a rank's part of the {features} {side} of {name} would be no multiple of "
+                        f"{convert.part_multiple_of}, which {convert.name} takes; lower it, or name {name} in "
+                        f"{convert.name}.filter_fqns",
+                    )
