@@ -6,6 +6,7 @@ wrong. The tests run a short form of each.
   passes      compiling × activation checkpointing in one process and in layouts, against plain passes
   recompiles  graphs made in 50 steps, with a last batch that is not full, and rounds of validation
   loss        head and loss in chunks against all logits at once: memory in processes of their own, time in turn
+  float8      the debug model trained in float8 and MXFP8, by each recipe, against bfloat16
   kept        what a forward pass leaves in memory for the backward pass, by mode
 """
 
@@ -24,6 +25,7 @@ from tests.equivalence.layouts import base_argv, largest_difference
 from tests.equivalence.passes import CELLS, LAYOUTS, equal_to_the_bit, run_cells
 from tests.launch import RanksFailed, run_ranks
 from tests.loss import head_cost
+from tests.transforms.float8_training import RECIPES, final_loss
 from torchtitan.log import logger
 
 
@@ -105,7 +107,23 @@ def loss(folder: Path, options: argparse.Namespace) -> int:
     return wrong
 
 
-PARTS = {part.__name__: part for part in (passes, recompiles, kept, loss)}
+def float8(folder: Path, options: argparse.Namespace) -> int:
+    """On the text that comes with Python, emulated; the loss is the mean of the last ten steps."""
+    wrong, found = 0, {}
+    print(f"| precision | loss after {options.steps} steps | of bfloat16's |\n| --- | --- | --- |", flush=True)
+    for dtype, recipe in [("bfloat16", None), *((options.dtype, recipe) for recipe in (None, *RECIPES))]:
+        if (dtype, recipe) in found:
+            continue
+        place = folder / dtype / str(recipe)
+        found[dtype, recipe] = run_ranks(final_loss, 1, place, dtype, recipe, options.steps, timeout=7200)[0]
+        ratio = found[dtype, recipe] / found["bfloat16", None]
+        wrong += abs(ratio - 1) > 0.02
+        name = dtype if recipe is None else f"{recipe}, the rest in {dtype}"
+        print(f"| {name} | {found[dtype, recipe]:.4f} | {ratio:.4f} |", flush=True)
+    return wrong
+
+
+PARTS = {part.__name__: part for part in (passes, recompiles, kept, float8, loss)}
 
 
 def main() -> int:
@@ -114,6 +132,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4096, help="of the part loss (default: %(default)s)")
     parser.add_argument("--chunks", type=int, nargs="+", default=[8, 16, 32], help="of the part loss")
     parser.add_argument("--repeats", type=int, default=5, help="of each side of a ratio (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="of the part float8 (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of the part float8: of all that is not in float8; many CPUs are slow in bfloat16 (default: %(default)s)",
+    )
     options = parser.parse_args()
     if unknown := [name for name in options.parts if name not in PARTS]:
         parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")

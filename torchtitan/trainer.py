@@ -4,11 +4,11 @@ What a part does is in its room; what is said in the configuration is bound in `
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan import __version__
 from torchtitan.allocator import describe as describe_allocator
@@ -84,6 +84,8 @@ class Trainer:
         self.checkpointer = go_on(
             job, world, self.progress, parameters=self.runner.named_parameters, optimizer=self.optimizer
         )
+        self.weights_changed()
+        self.optimizer.register_step_post_hook(lambda *_: self.weights_changed())
         self.micro_batches = self._count_micro_batches()
         begins = position.place_stages(self.state.step, self.state.global_batch_size)
         self.mixture = blended(job, rows, begins)
@@ -148,6 +150,14 @@ class Trainer:
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * self._rate_factor()
         self.optimizer.step()
+
+    def weights_changed(self) -> None:
+        """Tell converters, which may keep what follows from weights; after a step of the optimizer that is done."""
+        for converter in self.job.converters:
+            after_step: Callable[[nn.Module], None] | None = getattr(converter, "after_step", None)
+            if after_step is not None:
+                for part in self.runner.parts:
+                    after_step(part)
 
     def _rate_factor(self) -> float:
         """The share of their peak at which the rates of the newest step stand."""

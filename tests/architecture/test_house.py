@@ -122,6 +122,7 @@ def test_the_whole_config_is_seen_by_few() -> None:
 PRIVATE = {
     "_StorageInfo": "checkpoint/dcp/writer.py",
     # attribute or name → the one file that may use it, because there is no public way
+    "_auto_filter_for_recipe": "transforms/float8.py",
     "_dynamo": "distributed/compile.py",
     "_functorch": "distributed/activation_checkpoint.py",
     "_set_pg_timeout": "distributed/world.py",
@@ -157,6 +158,7 @@ def test_private_torch_names_still_exist() -> None:
     assert callable(distributed_c10d._set_pg_timeout)
     assert vars(filesystem._StorageInfo("file", 1, 2)).items() >= {"relative_path": "file", "offset": 1}.items()
     assert callable(DTensor.__create_chunk_list__)
+    assert "_auto_filter_for_recipe" in importlib.import_module("torchao.float8").__all__
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -28,7 +28,12 @@ def test_only_the_value_that_asks_for_nothing(key: str) -> None:
 
 def test_what_asks_for_nothing_is_dropped() -> None:
     config = load_config(
-        ["--comm.mode=default", "--parallelism.expert_parallel_degree=1", "--quantize.linear.mx.filter_fqns", "output"]
+        [
+            "--comm.mode=default",
+            "--parallelism.expert_parallel_degree=1",
+            "--quantize.grouped_mm.mx.recipe_name",
+            "mxfp8",
+        ]
     )
     assert config == load_config([])
 

@@ -366,6 +366,7 @@ def _run(world: World, argv: list[str]) -> Record | None:
     degrees = job.spread.degrees
     record = Record(initial=whole_parameters({name: p.detach() for name, p in named}, world))
     widen(named)
+    trainer.weights_changed()
 
     def note(module: nn.Module, inputs: Any, out: Tensor) -> None:
         if not torch.compiler.is_compiling():  # whose graphs it would break

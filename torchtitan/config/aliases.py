@@ -64,10 +64,14 @@ for _name in (
 ):
     ALIASES[f"float8.{_name}"] = Alias(f"quantize.linear.float8.{_name}")
 
+CONVERTER_NAMES: dict[str, str] = {"float8": "quantize.linear.float8", "mx": "quantize.linear.mx"}
+"""Older names of converters → today's."""
+
 MEANINGLESS: dict[str, str] = {
     "job.use_for_integration_test": "tests choose their configurations themselves",
     "training.dataloader.persistent_workers": "workers always live for the whole run",
     "validation.dataloader.persistent_workers": "workers always live for the whole run",
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": "torchao picks the kernels itself",
     "parallelism.context_parallel_rotate_method": "keys and values are gathered or exchanged by head",
 }
 """Key → why it changes nothing here; accepted with a note."""

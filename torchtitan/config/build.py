@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torchtitan.config.aliases import MEANINGLESS
+from torchtitan.config.aliases import CONVERTER_NAMES, MEANINGLESS
 from torchtitan.config.nearest import begins_a_key, unknown_key
 from torchtitan.config.options import CommandLineText, Option, allowed
 from torchtitan.config.overrides import Path, without_negation
@@ -26,6 +26,7 @@ from torchtitan.errors import ConfigError
 _ANY = Option("", Any)
 _TABLE = Option("", dict[str, Any])
 _REMOTE_CODE = "trust_remote_code"
+_CONVERTERS = ("model", "converters")
 
 
 def build_config(settings: Settings, notes: list[str]) -> JobConfig:
@@ -36,6 +37,7 @@ def build_config(settings: Settings, notes: list[str]) -> JobConfig:
     _refuse_remote_code(settings)
     problems = _Problems(settings)
     values = _declared(settings, problems)
+    _rename_converters(values, notes)
     chosen = _chosen(values)
     _check_undeclared(settings, chosen, values, problems, notes)
     problems.raise_first()
@@ -123,6 +125,14 @@ def _declared(settings: Settings, problems: _Problems) -> dict[Path, Any]:
     return values
 
 
+def _rename_converters(values: dict[Path, Any], notes: list[str]) -> None:
+    names = values.get(_CONVERTERS, [])
+    for old in CONVERTER_NAMES.keys() & set(names):
+        notes.append(f"{old} in model.converters is now called {CONVERTER_NAMES[old]}")
+    if names:
+        values[_CONVERTERS] = [CONVERTER_NAMES.get(name, name) for name in names]
+
+
 def _chosen(values: dict[Path, Any]) -> list[tuple[Choice, str]]:
     """The parts that the configuration names, one after the other."""
     chosen = []
@@ -155,11 +165,38 @@ def _check_undeclared(
             elif _within(path, ("metrics", "sink_args")):
                 raise ConfigError(key, f"{path[2]} is not in metrics.sinks; add it there")
             elif key in MEANINGLESS:
-                notes.append(f"{key} ({setting.source}) changes nothing: {MEANINGLESS[key]}")
+                notes.append(_changes_nothing(key, setting))
+            elif converter := _converter_of(path):
+                _pass_over(converter, key, setting, notes)
             elif key in UNBUILT:
                 UNBUILT[key].refuse_unless_off(setting.value, key=key)
             else:
                 raise _unknown_key(key, setting)
+
+
+def _changes_nothing(key: str, setting: Setting) -> str:
+    return f"{key} ({setting.source}) changes nothing: {MEANINGLESS[key]}"
+
+
+def _converter_of(path: Path) -> str | None:
+    """The converter that comes with the package in whose table ``path`` lies."""
+    return next((name for name in _converters().registry.names() if _within(path, _converters().path(name))), None)
+
+
+def _converters() -> Choice:
+    return next(choice for choice in with_options() if _path(choice.key) == _CONVERTERS)
+
+
+def _pass_over(converter: str, key: str, setting: Setting, notes: list[str]) -> None:
+    """An option of a ``converter`` that is not asked for: a file may keep it for the day when it is."""
+    options = _converters().options(converter)
+    option = options.get(key.removeprefix(f"{converter}."))
+    if option is None:
+        raise _unknown_key(key, setting, also=options)
+    if setting.source == COMMAND_LINE:
+        raise ConfigError(key, f"{converter} is not in model.converters; add it there")
+    option.read(setting.value, key=key)
+    notes.append(f"{key} ({setting.source}) changes nothing: {converter} is not in model.converters")
 
 
 def _import(modules: Sequence[str]) -> None:
@@ -188,6 +225,8 @@ def _options(
                 KEYS[key].read(setting.value, key=key)
             elif option_name in known:
                 values[value_path] = known[option_name].read(setting.value, key=key)
+            elif key in MEANINGLESS:
+                notes.append(_changes_nothing(key, setting))
             elif key in UNBUILT:
                 UNBUILT[key].refuse_unless_off(setting.value, key=key)
             elif owners := [owner for other, _, names in offered(choice) if other == key for owner in names]:

@@ -40,6 +40,9 @@ def check_together(config: JobConfig) -> None:
                 f"{section}.dataloader.prefetch_factor",
                 f"there are no workers to prepare batches; set {section}.dataloader.num_workers as well",
             )
+    quantizing = [name for name in config.model.converters if name.startswith("quantize.linear.")]
+    if len(quantizing) > 1:
+        raise ConfigError("model.converters", f"{' and '.join(quantizing)} would change the same maps; keep one")
     _check_recomputed(config.activation_checkpoint, config.compile)
     _check_checkpoint(config.checkpoint)
 

@@ -90,24 +90,9 @@ _add("checkpoint", "", {"create_seed_checkpoint": False}, "weights are the same 
 _add("checkpoint", "", {"interval_type": "steps"}, "intervals are counted in steps")
 _add("checkpoint", "fault tolerance by replicas", {"enable_ft_dataloader_checkpoints": True})
 _add("activation_checkpoint", "the curve of memory budgets", {"visualize_memory_budget_pareto": False})
-_add(
-    "quantize.linear.float8",
-    "float8",
-    {
-        "enable_fsdp_float8_all_gather": False,
-        "precompute_float8_dynamic_scale_for_fsdp": False,
-        "recipe_name": None,
-        "filter_fqns": [],
-        "emulate": False,
-    },
-)
-_add("quantize.grouped_mm.float8", "float8", {"fqns": []})
-_add(
-    "quantize.linear.mx",
-    "MXFP8",
-    {"mxfp8_dim1_cast_kernel_choice": "triton", "recipe_name": "mxfp8_cublas", "filter_fqns": ["output"]},
-)
-_add("quantize.grouped_mm.mx", "MXFP8", {"recipe_name": "mxfp8", "fqns": []})
+_GROUPED = "grouped matrix products are those of experts, which no model here has"
+_add("quantize.grouped_mm.float8", "", {"fqns": []}, _GROUPED)
+_add("quantize.grouped_mm.mx", "", {"recipe_name": "mxfp8", "fqns": []}, _GROUPED)
 _add(
     "comm",
     "the flight recorder",
@@ -149,18 +134,15 @@ _add("debug", "mixture of experts", {"moe_force_load_balance": False})
 
 UNBUILT_CHOICES: dict[str, dict[str, str]] = {
     "model.converters": {
-        "float8": "float8",
-        "quantize.linear.float8": "float8",
-        "quantize.grouped_mm.float8": "float8",
-        "quantize.linear.mx": "MXFP8",
-        "quantize.grouped_mm.mx": "MXFP8",
+        "quantize.grouped_mm.float8": _GROUPED,
+        "quantize.grouped_mm.mx": _GROUPED,
     },
 }
-"""Key → values that are known but not built yet, unless somebody has registered them → what they ask for."""
+"""Key → values that are known but not built yet, unless somebody has registered them → why."""
 
 
 def refuse_unbuilt_choice(key: str, value: Any, *, instead: Sequence[str]) -> None:
     """ConfigError if ``value`` asks ``key`` for what is not built yet, naming what may stand there ``instead``."""
-    what = UNBUILT_CHOICES.get(key, {}).get(value) if isinstance(value, str) else None
-    if what is not None:
-        raise ConfigError(key, f"{what} is not built yet; known: {', '.join(instead) or 'none'}")
+    why = UNBUILT_CHOICES.get(key, {}).get(value) if isinstance(value, str) else None
+    if why is not None:
+        raise ConfigError(key, f"{why}; known: {', '.join(instead) or 'none'}")

@@ -33,7 +33,7 @@ def reduce_scatter(parts: Tensor, group: ProcessGroup) -> Tensor:
         return received.sum(0)
     out = parts.new_empty(parts.shape[1:])
     _reduce_scatter(out, parts.flatten(0, 1), group=group)
-    return out.clone()  # see _joined
+    return out.clone()  # see joined
 
 
 def gather_dim(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -69,7 +69,7 @@ class _SumAlike(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:
         value = value.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(value, group=group)
-        return value.clone()  # see _joined
+        return value.clone()  # see joined
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -80,30 +80,30 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _joined(all_gather(part, group), dim)
+        return joined(all_gather(part, group), dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(_split(grads[0], ctx.dim, ctx.group.size()), ctx.group), None, None
+        return reduce_scatter(split(grads[0], ctx.dim, ctx.group.size()), ctx.group), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return reduce_scatter(_split(whole, dim, group.size()), group)
+        return reduce_scatter(split(whole, dim, group.size()), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _joined(all_gather(grads[0], ctx.group), ctx.dim), None, None
+        return joined(all_gather(grads[0], ctx.group), ctx.dim), None, None
 
 
-def _joined(parts: Tensor, dim: int) -> Tensor:
+def joined(parts: Tensor, dim: int) -> Tensor:
     """``[ranks, ...]`` → the parts after one another along ``dim`` of one of them."""
     # Compiled by torch 2.11, a function that returns what was written in place has no gradient: this must be a copy.
     return torch.cat(parts.unbind(), dim=dim)
 
 
-def _split(whole: Tensor, dim: int, ranks: int) -> Tensor:
-    """The inverse of ``_joined``."""
+def split(whole: Tensor, dim: int, ranks: int) -> Tensor:
+    """The inverse of ``joined``."""
     return whole.unflatten(dim, (ranks, -1)).movedim(dim, 0)

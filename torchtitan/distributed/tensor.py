@@ -24,6 +24,7 @@ from torchtitan.distributed.gradients import local_part, sum_gradients
 from torchtitan.errors import ConfigError
 from torchtitan.loss.losses import Loss, VocabularyPart
 from torchtitan.models.spec import Role, roles_of
+from torchtitan.transforms.float8 import is_float8
 
 TOKENS = 1
 """The dimension of ``[batch, seq, features]`` that is spread between blocks."""
@@ -42,7 +43,8 @@ def apply_tensor_parallel(
     The logits that come out are those of this rank's part of the vocabulary, or where ``spread_logits`` is false, whole
     on every rank. LookupError if a module with parameters has no role.
     """
-    for name, role in list(roles_of(model, roles)):
+    spread_roles = dict(roles_of(model, roles))
+    for name, role in spread_roles.items():
         module = model.get_submodule(name)
         if "forward" in vars(module) and role != "gather":
             raise ConfigError(
@@ -53,7 +55,18 @@ def apply_tensor_parallel(
         for parameter_name, parameter in list(module.named_parameters(recurse=False)):
             spread = distribute_tensor(parameter, mesh, (_placement(role, parameter_name),))
             module.register_parameter(parameter_name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
-        _FORWARD[role](module, mesh, spread_logits)
+        if is_float8(module):
+            from torchtitan.distributed.float8 import spread_float8  # imports torchao, which takes seconds
+
+            spread_float8(module, role, mesh.get_group())
+        if role != "gather":
+            _FORWARD[role](module, mesh, spread_logits)
+    for name, role in spread_roles.items():
+        if role == "gather":
+            inside = [
+                model.get_submodule(n) for n, r in spread_roles.items() if r == "column" and n.startswith(f"{name}.")
+            ]
+            _gather(model.get_submodule(name), mesh, inside)
     # A tied parameter has been spread once for each of its names.
     for second, first in tied.items():
         owner, _, name = second.rpartition(".")
@@ -127,10 +140,15 @@ def _compute(module: Any, *inputs: Any) -> Any:
     return type(twin).forward(twin, *inputs)
 
 
-def _gather(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
-    """The first input is gathered along the tokens, once for all that read it inside."""
-    group = mesh.get_group()
-    module.register_forward_pre_hook(lambda module, inputs: (gather_dim(inputs[0], TOKENS, group), *inputs[1:]))
+def _gather(module: nn.Module, mesh: DeviceMesh, readers: Sequence[nn.Module]) -> None:
+    """The first input is gathered along the tokens, once for all ``readers`` inside."""
+    gathered = functools.partial(gather_dim, dim=TOKENS, group=mesh.get_group())
+    if any(map(is_float8, readers)):
+        from torchtitan.distributed.float8 import gather_float8, gathers_float8
+
+        if gathers_float8(readers):
+            gathered = functools.partial(gather_float8, dim=TOKENS, reader=readers[0])
+    module.register_forward_pre_hook(lambda module, inputs: (gathered(inputs[0]), *inputs[1:]))
 
 
 def _on_its_own(module: nn.Module, mesh: DeviceMesh, spread_logits: bool) -> None:
@@ -195,7 +213,6 @@ _FORWARD: Mapping[Role, Callable[[nn.Module, DeviceMesh, bool], None]] = {
     "embedding": _embedding,
     "norm": _on_its_own,
     "head_norm": _on_its_own,
-    "gather": _gather,
     "column": _on_its_own,
     "row": _row,
     "head": _head,

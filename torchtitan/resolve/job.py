@@ -4,7 +4,7 @@ Nothing is built here that computes or writes; the trainer builds from what stan
 asked is in model.py, what lies in the checkpoint's folders in checkpoints.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from torchtitan.data.datasets import OnBadRecord
 from torchtitan.data.rows.foreign import check_order, check_unordered
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, special_ids
 from torchtitan.data.tokens.encode import Encoding
+from torchtitan.distributed.convert import check_quantized
 from torchtitan.distributed.passes import check_activation_checkpoint, check_compile
 from torchtitan.distributed.spread import Spread, check_lengths, micro_batches, plan_spread
 from torchtitan.errors import ConfigError, keys_told_as
@@ -79,7 +80,8 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     if config.checkpoint.enable:
         check_checkpoints(config, spec, args)
     converters = [bind_converter(name, config) for name in model.converters]
-    shapes = check_model(spec, args, converters, loss_chunks=config.loss.chunks)
+    converted = check_model(spec, args, converters, loss_chunks=config.loss.chunks)
+    shapes: dict[str, Sequence[int]] = {name: parameter.shape for name, parameter in converted.named_parameters()}
     check_positions(spec, args, training.seq_len)
     spread = plan_spread(
         config.parallelism,
@@ -96,7 +98,12 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     number = micro_batches(
         spread, training.local_batch_size * spread.degrees.readers if rows == -1 else rows, training.local_batch_size
     )
-    _check_chunks(config.loss.chunks, spread, training.seq_len, number)
+    tokens = _tokens_at_once(spread, training.seq_len, number)
+    if config.loss.chunks > tokens:
+        raise ConfigError(
+            "loss.chunks", f"the loss is taken of {tokens} tokens of a rank at once; lower it, usually to 8 or 16"
+        )
+    check_quantized(converted, converters, spec.roles, tensor=spread.degrees.tensor, tokens=tokens)
     blend = (
         plan_blend(data.sources, data.on_bad_record)
         if data.sources
@@ -138,14 +145,10 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
     )
 
 
-def _check_chunks(chunks: int, spread: Spread, seq_len: int, number: int) -> None:
-    """``number`` is that of micro-batches: of rows, or where there is a pipeline, of ``spread.rows_multiple`` rows."""
+def _tokens_at_once(spread: Spread, seq_len: int, number: int) -> int:
+    """Of a rank's batch, in which ``number`` is that of rows, or where there is a pipeline, of its micro-batch."""
     rows = number if spread.pipeline is None else spread.rows_multiple
-    tokens = rows * seq_len // spread.degrees.context
-    if chunks > tokens:
-        raise ConfigError(
-            "loss.chunks", f"the loss is taken of {tokens} tokens of a rank at once; lower it, usually to 8 or 16"
-        )
+    return rows * seq_len // spread.degrees.context
 
 
 def _plan_validation(config: JobConfig, spec: ModelSpec, args: Any, spread: Spread) -> ValidationPlan:

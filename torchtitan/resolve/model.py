@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from torch import nn
 
 from torchtitan.config import JobConfig
 from torchtitan.distributed.convert import check_head, convert_model
@@ -51,13 +52,11 @@ def _overlay(values: dict[str, Any], overrides: Mapping[str, Any], key: str) -> 
     return values
 
 
-def check_model(
-    spec: ModelSpec, args: Any, converters: Sequence[Converter], *, loss_chunks: int
-) -> dict[str, Sequence[int]]:
-    """Shapes of the model's parameters by name; ConfigError if what a family tells of its model does not fit the model,
-    or converters leave none that fits or of whose head the loss cannot be taken in chunks."""
+def check_model(spec: ModelSpec, args: Any, converters: Sequence[Converter], *, loss_chunks: int) -> nn.Module:
+    """The whole model on the meta device, after ``converters``; ConfigError if what a family tells of its model does
+    not fit it, or converters leave none that fits or of whose head the loss cannot be taken in chunks."""
     model, rules, tied = spec.build_meta(args), spec.init(args), spec.tied(args)
-    convert_model(model, converters, tied)
+    convert_model(model, converters, tied, whole=True)
     try:
         spec.layout.check(model)
         for name, _ in model.named_parameters():
@@ -66,8 +65,8 @@ def check_model(
     except LookupError as error:
         raise ConfigError("model.name", f"the tables of this family do not fit its model: {error}") from None
     if loss_chunks > 1:
-        check_head(model, spec.layout)
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+        check_head(model, spec.layout, converters)
+    return model
 
 
 def check_positions(spec: ModelSpec, args: Any, seq_len: int) -> None:
