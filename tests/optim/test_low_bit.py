@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.errors import ConfigError
 from torchtitan.optim import low_bit
+from torchtitan.optim.blocks import kept_in_blocks
 from torchtitan.optim.groups import OptimizerPlan, check_plan, plan_optimizer
-from torchtitan.optim.optimizers import kept_in_blocks
 from torchtitan.optim.parts import LocalOptimizer, Parts
 
 NAMES = {"AdamW8bit": torch.uint8, "AdamWFp8": torch.float8_e4m3fn}
@@ -181,3 +182,11 @@ def test_states_kept_in_other_blocks_are_refused() -> None:
     other.state = optimizer.state
     with pytest.raises(ConfigError, match="128 is not what the checkpoint's states were kept with"):
         other.step()
+
+
+@pytest.mark.parametrize(("name", "device"), [("AdamW8bit", "meta"), ("SGD", "cpu")])
+def test_a_checkpoint_puts_numbers_where_they_are_read(name: str, device: str) -> None:
+    weight = nn.Parameter(torch.zeros(64, 256, device="meta"))
+    optimizer = planned(name).build([("w", weight)])
+    Tensors([("w", weight)], ["w"], optimizer)._put_optimizer_state({"state.w.step": torch.tensor(3.0)})
+    assert optimizer.state[weight]["step"].device.type == device

@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 from torchtitan.errors import ConfigError, one_line
 from torchtitan.log import logger
-from torchtitan.optim.optimizers import OPTIMIZERS, Groups, Takes, kept_in_blocks
+from torchtitan.optim.blocks import kept_in_blocks
+from torchtitan.optim.optimizers import OPTIMIZERS, Groups, Takes
 from torchtitan.optim.parts import LocalOptimizer, Parts
 from torchtitan.optim.whole import MapWhole, WholeMatrixOptimizer, map_here
 

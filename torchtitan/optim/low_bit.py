@@ -1,7 +1,7 @@
 """Adam that keeps its moments in eight bits a number, each block of numbers with a scale of its own.
 
-How a run's ranks hold parameters is not known here (``parts.py``); which parameters are kept so is said in
-``optimizers.py``.
+How a run's ranks hold parameters is not known here (``parts.py``); which parameters are kept so is
+said in ``blocks.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.errors import ConfigError
-from torchtitan.optim.optimizers import kept_in_blocks
+from torchtitan.optim.blocks import kept_in_blocks
 from torchtitan.optim.parts import LocalOptimizer
 
 Codes = Literal["dynamic", "float8"]

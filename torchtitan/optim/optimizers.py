@@ -5,7 +5,6 @@ Which of them updates which parameters is in ``groups.py``, rates over time in `
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -44,15 +43,9 @@ def takes_only(what: str, fits: Callable[[Sequence[int]], bool]) -> Callable[[B]
 
 def in_blocks(builder: B) -> B:
     """Declare that the optimizer of ``builder`` keeps states in blocks of its option ``block_size``, those of the
-    parameters that are ``kept_in_blocks``; a run whose ranks would cut a block is refused."""
+    parameters that are ``kept_in_blocks`` (``blocks.py``); a run whose ranks would cut a block is refused."""
     builder.in_blocks = True  # type: ignore[attr-defined]
     return builder
-
-
-def kept_in_blocks(shape: Sequence[int], block_size: int) -> bool:
-    """Whether low-bit optimizers quantize the states of a parameter of this ``shape``, in whatever layout: those of
-    small ones are little memory (Dettmers et al. 2022, section 2), and a block ends where a row does."""
-    return math.prod(shape) >= 4096 and shape[-1] % block_size == 0
 
 
 Beta1 = Annotated[float, Field(ge=0, lt=1, description="decay of the first moment")]
