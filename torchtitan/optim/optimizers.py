@@ -48,8 +48,9 @@ def in_blocks(builder: B) -> B:
     return builder
 
 
-Beta1 = Annotated[float, Field(ge=0, lt=1, description="decay of the first moment")]
-Beta2 = Annotated[float, Field(ge=0, lt=1, description="decay of the second moment")]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Beta1 = Annotated[Beta, Field(description="decay of the first moment")]
+Beta2 = Annotated[Beta, Field(description="decay of the second moment")]
 Eps = Annotated[float, Field(gt=0, description="added to the root of the second moment")]
 DecoupledDecay = Annotated[float, Field(ge=0, description="decoupled weight decay")]
 Penalty = Annotated[float, Field(ge=0, description="L2 penalty, added to the gradient")]
