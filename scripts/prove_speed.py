@@ -8,6 +8,7 @@ wrong. The tests run a short form of each.
   loss        head and loss in chunks against all logits at once: memory in processes of their own, time in turn
   float8      the debug model trained in float8 and MXFP8, by each recipe, against bfloat16
   kept        what a forward pass leaves in memory for the backward pass, by mode
+  optimizers  what AdamW keeps in 32 and in 8 bits a number, and the loss after 200 steps on real text
 """
 
 import argparse
@@ -25,6 +26,7 @@ from tests.equivalence.layouts import base_argv, largest_difference
 from tests.equivalence.passes import CELLS, LAYOUTS, equal_to_the_bit, run_cells
 from tests.launch import RanksFailed, run_ranks
 from tests.loss import head_cost
+from tests.optim.state_cost import cost
 from tests.transforms.float8_training import RECIPES, final_loss
 from torchtitan.log import logger
 
@@ -123,7 +125,29 @@ def float8(folder: Path, options: argparse.Namespace) -> int:
     return wrong
 
 
-PARTS = {part.__name__: part for part in (passes, recompiles, kept, float8, loss)}
+def optimizers(folder: Path, options: argparse.Namespace) -> int:
+    """The debug model; losses are to be within a hundredth of AdamW's with states as long as the weights."""
+    compiled = ["--optimizer.implementation=compiled"]
+    cases = {
+        "AdamW": [],
+        "AdamW8bit": compiled,
+        "AdamWFp8": compiled,
+        "AdamW8bit in blocks of 256": [*compiled, "--optimizer.block_size=256"],
+    }
+    cases |= {f"{name}, bfloat16 weights": [*words, "--training.dtype=bfloat16"] for name, words in cases.items()}
+    print("| optimizer | bytes a parameter | loss | to AdamW's | seconds an update |\n| --- | --- | --- | --- | --- |")
+    wrong, base = 0, 0.0
+    for number, (name, words) in enumerate(cases.items()):
+        optimizer = f"--optimizer.name={name.partition(',')[0].partition(' ')[0]}"
+        found = run_ranks(cost, 1, folder / str(number), [optimizer, *words], options.steps, timeout=3600)[0]
+        base = found.loss if optimizer.endswith("=AdamW") else base
+        off = found.loss / base - 1
+        wrong += abs(off) > 0.01
+        print(f"| {name} | {found.bytes:.3f} | {found.loss:.4f} | {off:+.2%} | {found.seconds:.3f} |", flush=True)
+    return wrong
+
+
+PARTS = {part.__name__: part for part in (passes, recompiles, kept, float8, loss, optimizers)}
 
 
 def main() -> int:
@@ -132,7 +156,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4096, help="of the part loss (default: %(default)s)")
     parser.add_argument("--chunks", type=int, nargs="+", default=[8, 16, 32], help="of the part loss")
     parser.add_argument("--repeats", type=int, default=5, help="of each side of a ratio (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="of the part float8 (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="of runs of the parts float8 and optimizers (default: %(default)s)"
+    )
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),

@@ -18,6 +18,7 @@ from torchtitan.distributed.compile import Graphs
 from torchtitan.distributed.fsdp import Precision
 from torchtitan.distributed.gradients import clip_by_norm, global_norm
 from torchtitan.distributed.parallelize import parallelize
+from torchtitan.distributed.parts import SpreadParts
 from torchtitan.distributed.spread import micro_batches
 from torchtitan.distributed.stages import describe as describe_pipeline
 from torchtitan.distributed.topology import build_topology
@@ -31,14 +32,11 @@ from torchtitan.observe.clock import Clock
 from torchtitan.observe.device import describe, has_fast_bfloat16, memory, peak_flops
 from torchtitan.observe.metrics import Metrics, StepStats
 from torchtitan.observe.sinks import RunFiles, build_sinks
+from torchtitan.resilience.finite import FiniteGuard, NonFiniteError
 from torchtitan.resilience.guard import GarbageCollection, StopRequest
 from torchtitan.resolve.job import Job
 from torchtitan.resume import Progress, go_on
 from torchtitan.state import DataPosition, ScheduleStart, TrainState
-
-
-class NonFiniteError(ArithmeticError):
-    """Loss or gradients of a step are not finite; the weights are those from before it."""
 
 
 class Trainer:
@@ -76,7 +74,8 @@ class Trainer:
         if config.model.print_after_conversion:
             logger.info("the model after its converters:\n" + "\n".join(map(str, self.runner.parts)))
         self.parameters = [parameter for _, parameter in self.runner.named_parameters]
-        self.optimizer = job.optimizer.build(self.runner.named_parameters, map_whole=map_whole)
+        self.optimizer = job.optimizer.build(self.runner.named_parameters, map_whole=map_whole, parts=SpreadParts())
+        self.finite = FiniteGuard(self.optimizer)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
         position = DataPosition(data_stages(job, rows))
@@ -128,19 +127,15 @@ class Trainer:
         return loss, norm
 
     def gradients(self, batches: Sequence[Batch], num_valid: float) -> tuple[Tensor, Tensor]:
-        """Leave new gradients in the parameters; returns what ``train_step`` returns. NonFiniteError if they are not
-        finite."""
+        """Leave new gradients in the parameters; returns what ``train_step`` returns. If they are not finite,
+        NonFiniteError, or on an accelerator an optimizer that changes nothing from then on."""
         self.optimizer.zero_grad()
         loss = self.runner.forward_backward([batch.to(self.world.device) for batch in batches], num_valid)
         pipeline = self.topology.pipeline
         norm = global_norm(
             self.parameters, duplicates=self.runner.duplicates, pipeline=pipeline.group if pipeline else None
         )
-        if not norm.isfinite():
-            raise NonFiniteError(
-                f"the gradient norm of step {self.state.step + 1} is {norm.item()}; "
-                "the weights are those of the step before"
-            )
+        self.finite.admit(self.state.step + 1, norm)
         return loss, norm
 
     def update(self, norm: Tensor) -> None:
@@ -167,12 +162,13 @@ class Trainer:
         """Train to the last step (True), or until any rank is asked to stop (False); then save."""
         try:
             return self._run(stop)
-        except NonFiniteError:  # on all ranks alike: what is still being written is from before it
+        except NonFiniteError as error:  # on all ranks alike: what is still being written is from before it
+            self.state.step = error.step - 1
             try:
                 if self.checkpointer is not None:
                     self.checkpointer.finish()
-            except CheckpointError as error:
-                logger.warning(str(error))
+            except CheckpointError as unsaved:
+                logger.warning(str(unsaved))
             raise
 
     def _run(self, stop: StopRequest) -> bool:
@@ -198,12 +194,17 @@ class Trainer:
             clock.steps += 1
             if self.graphs is not None:
                 self.graphs.look("training", state.step)
-            if state.step in (first_step, self.steps) or state.step % config.metrics.log_freq == 0:
+            logs = state.step in (first_step, self.steps) or state.step % config.metrics.log_freq == 0
+            validates = self.evaluator is not None and self.evaluator.is_due(state.step)
+            saves = self.checkpointer is not None and self.checkpointer.is_due(state.step)
+            if logs or validates or saves:
+                self.finite.check()
+            if logs:
                 self._log(float(loss), float(norm), own_valid, num_valid, clock)
                 clock = Clock()
             if state.step == first_step:
                 self.world.set_timeout(config.comm.train_timeout_seconds, list(self.topology.groups()))
-            if self.evaluator is not None and self.evaluator.is_due(state.step):
+            if self.evaluator is not None and validates:
                 with clock.paused(self.world.device):
                     for stats in self.evaluator.round(state.step, stop):
                         self.metrics.validated(stats)
@@ -213,6 +214,7 @@ class Trainer:
                 self.checkpointer.save(state.step)
             collection.step(state.step)
         collection.close()
+        self.finite.check()
         if self.checkpointer is not None:
             self.checkpointer.save(state.step, last=True)
             if state.step >= self.steps:

@@ -22,13 +22,14 @@ def test_every_key_and_option_is_in_the_help() -> None:
     for key, option in (KEYS | options).items():
         assert option.doc in lines[f"--{key}"]
     assert lines["--training.steps"].split(maxsplit=1)[1] == "optimizer steps [int >= 1, default 10000]"
-    assert "known: Adam, AdamW" in lines["--optimizer.name"]
-    assert lines["--optimizer.beta1"].endswith("(Adam, AdamW)")
+    assert "known: Adam, Adam8bit, AdamFp8, AdamW, " in lines["--optimizer.name"]
+    assert lines["--optimizer.beta1"].endswith("(Adam, Adam8bit, AdamFp8, AdamW, AdamW8bit, AdamWFp8)")
 
 
 def test_options_that_differ_between_parts_are_listed_for_each() -> None:
     decays = [line for line in help_text().splitlines() if line.startswith("  --optimizer.weight_decay ")]
-    assert [line.rpartition("(")[2] for line in decays] == ["Adam, SGD)", "AdamW, Muon)"]
+    takers = ["Adam, Adam8bit, AdamFp8, SGD)", "AdamW, AdamW8bit, AdamWFp8, Muon)"]
+    assert [line.rpartition("(")[2] for line in decays] == takers
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_options_that_differ_between_parts_are_listed_for_each() -> None:
         ("--training.seq-len", ["training.seq_len", "  default:   2048", "  now:       2048 (default)"]),
         ("training.batch_size", ["training.batch_size is an older spelling of training.local_batch_size"]),
         ("training.local_batch_size", ["  formerly:  training.batch_size"]),
-        ("optimizer.name", ["  known:     Adam, AdamW, Muon, SGD"]),
+        ("optimizer.name", ["  known:     Adam, Adam8bit, AdamFp8, AdamW, AdamW8bit, AdamWFp8, Muon, SGD"]),
         ("training.dataset", ["training.dataset"]),
         ("optimizer.beta1", ["  decay of the first moment", "  now:       0.9 (default)"]),
         ("model.args.dim", ["model.args", "  now:       {dim = 64} (command line)"]),

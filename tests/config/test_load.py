@@ -130,7 +130,8 @@ def test_options_of_a_registered_part_are_checked(lab: str) -> None:
     assert line_of(arguments) == "optimizer.rank: is missing; optimizer 'Lion' has no default for it"
     arguments += ["--optimizer.rank", "4"]
     assert line_of([*arguments, "--optimizer.beta1", "0.5"]) == (
-        "optimizer.beta1=0.5 (command line): is no option of optimizer 'Lion', but of Adam, AdamW"
+        "optimizer.beta1=0.5 (command line): is no option of optimizer 'Lion', but of Adam, Adam8bit, "
+        "AdamFp8, AdamW, AdamW8bit, AdamWFp8"
     )
     assert line_of([*arguments, "--optimizer.momentums", "0.5"]) == (
         "optimizer.momentums (command line): unknown key; did you mean optimizer.momentum?"

@@ -83,6 +83,11 @@ class Checkpointer:
         self._planner = Planner(world)
         self._save: _Save | None = None
 
+    def is_due(self, step: int) -> bool:
+        """Whether a save is due after ``step``, which is not the last."""
+        keys = self._keys
+        return step % keys.interval == 0 or (keys.enable_first_step_checkpoint and step == 1)
+
     def save(self, step: int, *, last: bool = False) -> None:
         """Save after ``step`` if one is due; the ``last`` one is waited for.
 
@@ -90,14 +95,13 @@ class Checkpointer:
         and tried again at the next one due; if it was the last one, and for any other error, CheckpointError.
         """
         self._advance()
-        keys = self._keys
-        due = last or step % keys.interval == 0 or (keys.enable_first_step_checkpoint and step == 1)
+        due = last or self.is_due(step)
         if last:
             self.finish()
         if self._beside_training and not (due or self._reserved):
             self._reserved = True
             self._planner.plan(self._tensors.state(), self._writer).reserve()
-        if keys.load_only or not due or step in (0, self._saved):
+        if self._keys.load_only or not due or step in (0, self._saved):
             return
         if self._save is not None:
             seconds = time.monotonic() - self._save.began

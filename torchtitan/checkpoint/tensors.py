@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.dcp.reader import Reader
+from torchtitan.distributed.parts import SpreadParts
 from torchtitan.errors import CheckpointError, ConfigError
 
 
@@ -107,17 +108,31 @@ class Tensors:
             name, _, _ = key.removeprefix("optimizer.state.").rpartition(".")
             parameter_of = self.weights.get(name) if key.startswith("optimizer.state.") else None
             if parameter_of is not None:
-                dtype = entry.properties.dtype
-                like_weight = entry.size == parameter_of.shape
-                state[key.removeprefix("optimizer.")] = (
-                    torch.zeros_like(parameter_of, dtype=dtype) if like_weight else torch.zeros(entry.size, dtype=dtype)
-                )
+                state[key.removeprefix("optimizer.")] = _room(parameter_of, entry.size, entry.properties.dtype)
         return state
 
     def _put_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Rates and decays are the configuration's, never the file's."""
+        # As torch does, which keeps numbers on the host but where an optimizer reads them on the device.
+        on_device = {
+            id(parameter)
+            for group in self._optimizer.param_groups
+            if group.get("fused") or group.get("capturable")
+            for parameter in group["params"]
+        }
         for name, parameter in self.weights.items():
             prefix = f"state.{name}."
             own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            if own and id(parameter) in on_device:
+                own = {key: value.to(parameter.device) for key, value in own.items()}
             if own:
                 self._optimizer.state[parameter] = own
+
+
+def _room(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """For a state of ``size``: spread like ``parameter`` if it has its rows, of which each may have other columns."""
+    if size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype)
+    if len(size) > 1 and size[:-1] == parameter.shape[:-1]:
+        return SpreadParts().zeros(parameter, size[-1], dtype)
+    return torch.zeros(size, dtype=dtype)

@@ -32,9 +32,12 @@ class Batch:
         return int((self.labels != IGNORE_INDEX).sum())
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on ``device``; from pinned memory the copy does not wait."""
-        return Batch(
-            self.tokens.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            self.positions.to(device, non_blocking=True),
-        )
+        """The same batch on ``device``; the copy to an accelerator is put behind what that has to do, and waits for
+        nothing."""
+        return Batch(*(_sent(tensor, device) for tensor in (self.tokens, self.labels, self.positions)))
+
+
+def _sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    if str(device).startswith("cuda") and not tensor.is_pinned():
+        tensor = tensor.pin_memory()  # from any other memory the host would wait for the copy
+    return tensor.to(device, non_blocking=True)

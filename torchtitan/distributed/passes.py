@@ -35,12 +35,18 @@ def check_compile(keys: Compile, spread: Spread, *, on_cpu: bool) -> None:
     known = torch.compiler.list_backends(exclude_tags=())
     if keys.backend not in known:
         raise unknown_name("backend", keys.backend, known, key="compile.backend")
+    if keys.backend == "inductor" and on_cpu:
+        check_compiler("compile.backend", 'or set it to "aot_eager", which needs none and makes nothing faster')
+
+
+def check_compiler(key: str, otherwise: str) -> None:
+    """ConfigError, on ``key``, where what inductor makes for a CPU could not be compiled."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if keys.backend == "inductor" and on_cpu and shutil.which(compiler) is None:
+    if shutil.which(compiler) is None:
         raise ConfigError(
-            "compile.backend",
+            key,
             f"inductor needs a C++ compiler on a CPU, and there is no {compiler}; install one, say where it is in the "
-            'environment variable CXX, or set it to "aot_eager", which needs none and makes nothing faster',
+            f"environment variable CXX, {otherwise}",
         )
 
 

@@ -4,6 +4,7 @@ What is then done to the model is in ``parallelize.py``; how many ranks each axi
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torchtitan.distributed.stages import PipelinePlan, check_micro_batches, pla
 from torchtitan.distributed.topology import KEYS, Degrees
 from torchtitan.errors import ConfigError, divisors
 from torchtitan.log import logger
-from torchtitan.models.spec import Divisible, ModelSpec
+from torchtitan.models.spec import Divisible, ModelSpec, role_of
 
 Reshard = Literal["default", "always", "never"]
 Method = Literal["gather", "ulysses"]
@@ -204,3 +205,21 @@ def check_context(
             f"{seq_len} does not split evenly over {' and '.join(factors)}{halved}; "
             f"try {f'{below} or ' if below else ''}{below + unit}, multiples of {unit}",
         )
+
+
+def check_blocks(
+    degrees: Degrees, spec: ModelSpec, shapes: Mapping[str, Sequence[int]], blocks: Mapping[str, tuple[int, str]]
+) -> None:
+    """ConfigError where tensor ranks would cut a block of numbers along the last dimension of a parameter, which an
+    optimizer keeps together. ``blocks`` are by parameter: the numbers of one, and the key that says so."""
+    tensor = degrees.tensor
+    for name, (block, key) in blocks.items():
+        module, _, own = name.rpartition(".")
+        columns = shapes[name][-1]
+        # All else is cut along its rows, or not at all.
+        if role_of(module, spec.roles) == "row" and own == "weight" and columns % (tensor * block):
+            raise ConfigError(
+                key,
+                f"{block} numbers share a scale, and {KEYS['tensor']}={tensor} would cut such a block of the {columns} "
+                f"columns of {name}; lower either",
+            )

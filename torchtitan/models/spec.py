@@ -55,12 +55,17 @@ def roles_of(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[str,
     """The modules of ``model`` that have something to do, each with its role: those with parameters, of which a part of
     a model may lack some, and those that gather. LookupError where a role is missing."""
     for name, module in model.named_modules():
-        role = next((role for pattern, role in roles.items() if _matches(name, pattern)), None)
+        role = role_of(name, roles)
         has_parameters = next(module.parameters(recurse=False), None) is not None
         if role is not None and (has_parameters or role == "gather"):
             yield name, role
         if has_parameters and role in (None, "gather"):
             raise LookupError(f"no role matches module {name!r}, which has parameters; patterns: {', '.join(roles)}")
+
+
+def role_of(name: str, roles: Mapping[str, Role]) -> Role | None:
+    """The role of the module called ``name``, if it has one."""
+    return next((role for pattern, role in roles.items() if _matches(name, pattern)), None)
 
 
 def _matches(name: str, pattern: str) -> bool:

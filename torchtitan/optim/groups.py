@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import importlib.util
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ from torch.optim import Optimizer
 
 from torchtitan.errors import ConfigError, one_line
 from torchtitan.log import logger
+from torchtitan.optim.blocks import kept_in_blocks
 from torchtitan.optim.optimizers import OPTIMIZERS, Groups, Takes
+from torchtitan.optim.parts import LocalOptimizer, Parts
 from torchtitan.optim.whole import MapWhole, WholeMatrixOptimizer, map_here
 
 
@@ -39,6 +43,16 @@ class Group:
     builder: partial[Optimizer]
     lr: float
     excluded: Sequence[str]
+
+    @property
+    def compiled(self) -> bool:
+        return self.builder.keywords.get("implementation") == "compiled"
+
+    @property
+    def block_size(self) -> int | None:
+        """How many numbers along a parameter's last dimension its states keep together, if they do."""
+        in_blocks = getattr(OPTIMIZERS.get(self.optimizer), "in_blocks", False)
+        return self.builder.keywords["block_size"] if in_blocks else None
 
     def matches(self, name: str) -> bool:
         return self.patterns is None or _matches(name, self.patterns)
@@ -78,9 +92,24 @@ class OptimizerPlan:
         """Parameter → name of the optimizer that updates it."""
         return {name: self.group_of(name).optimizer for name in names}
 
-    def build(self, named_parameters: Iterable[tuple[str, Tensor]], *, map_whole: MapWhole = map_here) -> Optimizer:
+    def blocks(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, str]]:
+        """Of the parameters of ``shapes`` whose states are kept in blocks: the block, and the key that says so."""
+        found = {}
+        for name, shape in shapes.items():
+            group = self.group_of(name)
+            if group.block_size is not None and kept_in_blocks(shape, group.block_size):
+                found[name] = group.block_size, f"{group.key}.block_size"
+        return found
+
+    def build(
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        *,
+        map_whole: MapWhole = map_here,
+        parts: Parts = Parts(),  # noqa: B008, nobody changes it
+    ) -> Optimizer:
         """One optimizer over ``named_parameters``, which may be any part of the model. ``map_whole`` goes to those that
-        need whole matrices."""
+        need whole matrices, ``parts`` to those that compute on what a process holds."""
         members: dict[str, list[tuple[str, Tensor]]] = {group.key: [] for group in self.groups}
         for name, parameter in named_parameters:
             members[self.group_of(name).key].append((name, parameter))
@@ -94,6 +123,8 @@ class OptimizerPlan:
         for optimizer in built:
             if isinstance(optimizer, WholeMatrixOptimizer):
                 optimizer.map_whole = map_whole
+            elif isinstance(optimizer, LocalOptimizer):
+                optimizer.parts = parts
         return built[0] if len(built) == 1 else Together(built)
 
 
@@ -176,6 +207,7 @@ def check_plan(
         members = {name: shape for name, shape in shapes.items() if owner_of[name] is group}
         if members:
             _check_shapes(group, members)
+            _check_blocks(group, members)
             _try(group, members)
         elif group is rest:
             logger.warning("every parameter belongs to one of optimizer.groups: [optimizer] itself updates none")
@@ -194,6 +226,23 @@ def _check_shapes(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:
                 'and name = "AdamW" does for norms (embedding and head usually do better with that too)',
             )
         raise ConfigError(f"{group.key}.pattern", f"{problem}; narrow it, as layers.*.w*.weight does")
+
+
+def _check_blocks(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:
+    block = group.block_size
+    if block is None:
+        return
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            f"{group.key}.name", f"{group.optimizer} needs the package torchao, which is not here; pip install torchao"
+        )
+    if not any(kept_in_blocks(shape, block) for shape in shapes.values()):
+        name, shape = max(shapes.items(), key=lambda item: math.prod(item[1]))
+        raise ConfigError(
+            f"{group.key}.block_size",
+            f"of no parameter would {group.optimizer} keep less: {block} divides the last dimension of none that has "
+            f"4,096 numbers, as {name} {list(shape)}; lower it, or take an optimizer that keeps float32",
+        )
 
 
 def _try(group: Group, shapes: Mapping[str, Sequence[int]]) -> None:

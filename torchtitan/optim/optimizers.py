@@ -41,10 +41,29 @@ def takes_only(what: str, fits: Callable[[Sequence[int]], bool]) -> Callable[[B]
     return mark
 
 
+def in_blocks(builder: B) -> B:
+    """Declare that the optimizer of ``builder`` keeps states in blocks of its option ``block_size``, those of the
+    parameters that are ``kept_in_blocks`` (``blocks.py``); a run whose ranks would cut a block is refused."""
+    builder.in_blocks = True  # type: ignore[attr-defined]
+    return builder
+
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Beta1 = Annotated[Beta, Field(description="decay of the first moment")]
+Beta2 = Annotated[Beta, Field(description="decay of the second moment")]
+Eps = Annotated[float, Field(gt=0, description="added to the root of the second moment")]
+DecoupledDecay = Annotated[float, Field(ge=0, description="decoupled weight decay")]
+Penalty = Annotated[float, Field(ge=0, description="L2 penalty, added to the gradient")]
+BlockSize = Annotated[
+    Literal[32, 64, 128, 256, 512], Field(description="numbers along a parameter's last dimension that share a scale")
+]
 Implementation = Annotated[
     Literal["for-loop", "foreach", "fused"],
     Field(description="one kernel a parameter, one over many parameters, or one for the whole update"),
+]
+LowBitImplementation = Annotated[
+    Literal["for-loop", "compiled"],
+    Field(description="one operation after the other, or by a graph: several times as fast once it is made"),
 ]
 
 
@@ -52,10 +71,10 @@ Implementation = Annotated[
 def adamw(
     groups: Groups,
     *,
-    beta1: Annotated[Beta, Field(description="decay of the first moment")] = 0.9,
-    beta2: Annotated[Beta, Field(description="decay of the second moment")] = 0.95,
-    eps: Annotated[float, Field(gt=0, description="added to the root of the second moment")] = 1e-8,
-    weight_decay: Annotated[float, Field(ge=0, description="decoupled weight decay")] = 0.1,
+    beta1: Beta1 = 0.9,
+    beta2: Beta2 = 0.95,
+    eps: Eps = 1e-8,
+    weight_decay: DecoupledDecay = 0.1,
     implementation: Implementation = "fused",
 ) -> Optimizer:
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
@@ -68,10 +87,10 @@ def adamw(
 def adam(
     groups: Groups,
     *,
-    beta1: Annotated[Beta, Field(description="decay of the first moment")] = 0.9,
-    beta2: Annotated[Beta, Field(description="decay of the second moment")] = 0.95,
-    eps: Annotated[float, Field(gt=0, description="added to the root of the second moment")] = 1e-8,
-    weight_decay: Annotated[float, Field(ge=0, description="L2 penalty, added to the gradient")] = 0.1,
+    beta1: Beta1 = 0.9,
+    beta2: Beta2 = 0.95,
+    eps: Eps = 1e-8,
+    weight_decay: Penalty = 0.1,
     implementation: Implementation = "fused",
 ) -> Optimizer:
     """Adam (Kingma and Ba 2015)."""
@@ -87,7 +106,7 @@ def sgd(
     momentum: Annotated[float, Field(ge=0, lt=1, description="share of the last update that is kept; 0: none")] = 0.9,
     dampening: Annotated[float, Field(ge=0, le=1, description="share of the gradient left out of the momentum")] = 0.0,
     nesterov: Annotated[bool, Field(description="look ahead along the momentum")] = False,
-    weight_decay: Annotated[float, Field(ge=0, description="L2 penalty, added to the gradient")] = 0.1,
+    weight_decay: Penalty = 0.1,
     # PyTorch cannot spread its fused kernel over ranks.
     implementation: Annotated[
         Literal["for-loop", "foreach"], Field(description="one kernel a parameter, or one over many parameters")
@@ -113,7 +132,7 @@ def muon(
     *,
     momentum: Annotated[float, Field(ge=0, lt=1, description="share of the momentum in an update")] = 0.95,
     nesterov: Annotated[bool, Field(description="look ahead along the momentum")] = True,
-    weight_decay: Annotated[float, Field(ge=0, description="decoupled weight decay")] = 0.1,
+    weight_decay: DecoupledDecay = 0.1,
     ns_steps: Annotated[int, Field(ge=1, lt=100, description="iterations that make a matrix orthogonal")] = 5,
     coefficients: Annotated[
         tuple[float, float, float], Field(description="of the first, third and fifth power in an iteration")
@@ -144,6 +163,112 @@ def muon(
         adjust_lr_fn=adjust_lr_fn,
         dtype=getattr(torch, orthogonalize_dtype),
     )
+
+
+@OPTIMIZERS.register("AdamW8bit")
+@in_blocks
+def adamw_8bit(
+    groups: Groups,
+    *,
+    beta1: Beta1 = 0.9,
+    beta2: Beta2 = 0.95,
+    eps: Eps = 1e-8,
+    weight_decay: DecoupledDecay = 0.1,
+    block_size: BlockSize = 128,
+    implementation: LowBitImplementation = "for-loop",
+) -> Optimizer:
+    """AdamW whose moments are kept in 8 bits a number, of a dynamic type (Dettmers et al. 2022)."""
+    return _low_bit_adam(
+        groups,
+        codes="dynamic",
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=True,
+        block_size=block_size,
+        compiled=implementation == "compiled",
+    )
+
+
+@OPTIMIZERS.register("AdamWFp8")
+@in_blocks
+def adamw_fp8(
+    groups: Groups,
+    *,
+    beta1: Beta1 = 0.9,
+    beta2: Beta2 = 0.95,
+    eps: Eps = 1e-8,
+    weight_decay: DecoupledDecay = 0.1,
+    block_size: BlockSize = 128,
+    implementation: LowBitImplementation = "for-loop",
+) -> Optimizer:
+    """AdamW whose moments are kept in float8 e4m3 (after Dettmers et al. 2022)."""
+    return _low_bit_adam(
+        groups,
+        codes="float8",
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=True,
+        block_size=block_size,
+        compiled=implementation == "compiled",
+    )
+
+
+@OPTIMIZERS.register("Adam8bit")
+@in_blocks
+def adam_8bit(
+    groups: Groups,
+    *,
+    beta1: Beta1 = 0.9,
+    beta2: Beta2 = 0.95,
+    eps: Eps = 1e-8,
+    weight_decay: Penalty = 0.1,
+    block_size: BlockSize = 128,
+    implementation: LowBitImplementation = "for-loop",
+) -> Optimizer:
+    """Adam whose moments are kept in 8 bits a number, of a dynamic type (Dettmers et al. 2022)."""
+    return _low_bit_adam(
+        groups,
+        codes="dynamic",
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=False,
+        block_size=block_size,
+        compiled=implementation == "compiled",
+    )
+
+
+@OPTIMIZERS.register("AdamFp8")
+@in_blocks
+def adam_fp8(
+    groups: Groups,
+    *,
+    beta1: Beta1 = 0.9,
+    beta2: Beta2 = 0.95,
+    eps: Eps = 1e-8,
+    weight_decay: Penalty = 0.1,
+    block_size: BlockSize = 128,
+    implementation: LowBitImplementation = "for-loop",
+) -> Optimizer:
+    """Adam whose moments are kept in float8 e4m3 (after Dettmers et al. 2022)."""
+    return _low_bit_adam(
+        groups,
+        codes="float8",
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=False,
+        block_size=block_size,
+        compiled=implementation == "compiled",
+    )
+
+
+def _low_bit_adam(groups: Groups, **options: Any) -> Optimizer:
+    from torchtitan.optim.low_bit import LowBitAdam
+
+    return LowBitAdam(groups, **options)
 
 
 def _kernel(implementation: str) -> dict[str, bool]:

@@ -22,8 +22,8 @@ from torchtitan.data.rows.foreign import check_order, check_unordered
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, special_ids
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.distributed.convert import check_quantized
-from torchtitan.distributed.passes import check_activation_checkpoint, check_compile
-from torchtitan.distributed.spread import Spread, check_lengths, micro_batches, plan_spread
+from torchtitan.distributed.passes import check_activation_checkpoint, check_compile, check_compiler
+from torchtitan.distributed.spread import Spread, check_blocks, check_lengths, micro_batches, plan_spread
 from torchtitan.errors import ConfigError, keys_told_as
 from torchtitan.log import logger
 from torchtitan.loss.losses import LOSSES, Loss
@@ -126,6 +126,10 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         groups=config.optimizer.groups,
     )
     check_plan(optimizer, shapes, spec.tied(args))
+    for group in optimizer.groups:
+        if group.compiled and (config.training.enable_cpu_offload or not torch.cuda.is_available()):
+            check_compiler(f"{group.key}.implementation", 'or set it to "for-loop"')
+    check_blocks(spread.degrees, spec, shapes, optimizer.blocks(shapes))
     return Job(
         config=config,
         spread=spread,
