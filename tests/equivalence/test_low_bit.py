@@ -16,7 +16,7 @@ from torchtitan.config import load_config
 from torchtitan.distributed.gradients import local_part
 from torchtitan.distributed.whole import boxes
 from torchtitan.distributed.world import World
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.trainer import Trainer
 
 # Embedding, head, queries, what comes after attention, and feed-forwards are kept in blocks; keys, values and norms are

@@ -14,7 +14,7 @@ from tests.runs import run_job, run_jobs, tiny_argv, whole_parameters
 from torchtitan.checkpoint.dcp.reader import Reader
 from torchtitan.config import load_config
 from torchtitan.distributed.world import World
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.trainer import Trainer
 
 ARGV = [

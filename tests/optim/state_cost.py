@@ -10,7 +10,7 @@ from torchtitan.config import load_config
 from torchtitan.distributed.gradients import local_part
 from torchtitan.distributed.world import World
 from torchtitan.resilience.guard import StopRequest
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.trainer import Trainer
 
 LAST = 20

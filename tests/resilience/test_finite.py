@@ -18,7 +18,7 @@ from torchtitan.distributed.world import World
 from torchtitan.optim.groups import plan_optimizer
 from torchtitan.resilience.finite import FiniteGuard, NonFiniteError
 from torchtitan.resilience.guard import StopRequest
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.trainer import Trainer
 
 WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal")

@@ -7,7 +7,7 @@ from tests.runs import metrics
 from torchtitan.config import load_config
 from torchtitan.distributed.world import World
 from torchtitan.resilience.guard import StopRequest
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.trainer import Trainer
 from torchtitan.transforms import float8, mx
 

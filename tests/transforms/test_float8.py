@@ -17,7 +17,8 @@ from torchtitan.checkpoint.huggingface.files import WeightFolder
 from torchtitan.config import load_config
 from torchtitan.errors import ConfigError
 from torchtitan.models.spec import MODELS
-from torchtitan.resolve import resolve_args, resolve_job
+from torchtitan.resolve.job import resolve_job
+from torchtitan.resolve.model import resolve_args
 from torchtitan.transforms import CONVERTERS
 from torchtitan.transforms.float8 import NAME, SMALL, Float8, is_float8
 

@@ -9,7 +9,7 @@ from torch import nn
 from tests.runs import tiny_argv
 from torchtitan.config import load_config
 from torchtitan.errors import ConfigError
-from torchtitan.resolve import resolve_job
+from torchtitan.resolve.job import resolve_job
 from torchtitan.transforms.mx import NAME, Mx
 
 ON = f"--model.converters={NAME}"
