@@ -88,9 +88,8 @@ def _unreduced() -> Iterator[None]:
 def first_step(got: Record, expected: Record) -> dict[str, float]:
     """Difference of the loss, and of the gradients relative to their norms: of the middle one, and the largest.
 
-    A number that lies between two of float8 goes to one or the other by its last bit: a rare flip, of up to a
-    quarter in gradients of tensorwise scales, after which gradients of the layers before it are rounded anew. Most are
-    left.
+    A number between two of float8 goes to one or the other by its last bit: a rare flip, of up to a quarter in
+    tensorwise gradients, after which those of the layers before it are rounded anew. Most are left.
     """
 
     def relative(a: torch.Tensor, b: torch.Tensor) -> float:
