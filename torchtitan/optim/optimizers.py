@@ -52,6 +52,11 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Beta1 = Annotated[Beta, Field(description="decay of the first moment")]
 Beta2 = Annotated[Beta, Field(description="decay of the second moment")]
 Eps = Annotated[float, Field(gt=0, description="added to the root of the second moment")]
+LowBitEps = Annotated[
+    # Where a second moment is rounded to nothing and the next gradient is zero, eps alone is what is divided by.
+    float,
+    Field(ge=1e-8, description="added to the root of the second moment"),
+]
 DecoupledDecay = Annotated[float, Field(ge=0, description="decoupled weight decay")]
 Penalty = Annotated[float, Field(ge=0, description="L2 penalty, added to the gradient")]
 BlockSize = Annotated[
@@ -172,7 +177,7 @@ def adamw_8bit(
     *,
     beta1: Beta1 = 0.9,
     beta2: Beta2 = 0.95,
-    eps: Eps = 1e-8,
+    eps: LowBitEps = 1e-8,
     weight_decay: DecoupledDecay = 0.1,
     block_size: BlockSize = 128,
     implementation: LowBitImplementation = "for-loop",
@@ -197,7 +202,7 @@ def adamw_fp8(
     *,
     beta1: Beta1 = 0.9,
     beta2: Beta2 = 0.95,
-    eps: Eps = 1e-8,
+    eps: LowBitEps = 1e-8,
     weight_decay: DecoupledDecay = 0.1,
     block_size: BlockSize = 128,
     implementation: LowBitImplementation = "for-loop",
@@ -222,7 +227,7 @@ def adam_8bit(
     *,
     beta1: Beta1 = 0.9,
     beta2: Beta2 = 0.95,
-    eps: Eps = 1e-8,
+    eps: LowBitEps = 1e-8,
     weight_decay: Penalty = 0.1,
     block_size: BlockSize = 128,
     implementation: LowBitImplementation = "for-loop",
@@ -247,7 +252,7 @@ def adam_fp8(
     *,
     beta1: Beta1 = 0.9,
     beta2: Beta2 = 0.95,
-    eps: Eps = 1e-8,
+    eps: LowBitEps = 1e-8,
     weight_decay: Penalty = 0.1,
     block_size: BlockSize = 128,
     implementation: LowBitImplementation = "for-loop",
