@@ -19,6 +19,7 @@ from torchtitan.models.layers import FeedForward
 from torchtitan.models.spec import Role
 from torchtitan.transforms import CONVERTERS, Converter
 from torchtitan.transforms.float8 import Float8
+from torchtitan.transforms.quantized import torchao
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -79,7 +80,8 @@ def compiled_gradients(world: World, backend: str) -> list[dict[str, torch.Tenso
 @contextmanager
 def _unreduced() -> Iterator[None]:
     """Every rank scales by its own part."""
-    from torchtitan.distributed import float8
+    with torchao():
+        from torchtitan.distributed import float8
 
     with mock.patch.object(float8, "max_alike", lambda value, group: value):
         yield
