@@ -1,3 +1,4 @@
+import importlib
 import json
 import os
 import re
@@ -169,8 +170,12 @@ def test_what_cannot_be_meant(path: str, options: dict[str, Any], key: str, prob
 
 
 def test_what_may_be_tried_again() -> None:
-    import httpx
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
+
+    # The library that the hub's own speaks with, which differs by its version.
+    modules = {base.__module__.partition(".")[0] for base in HfHubHTTPError.__mro__}
+    (name,) = modules & {"httpx", "httpx2"}
+    httpx = importlib.import_module(name)
 
     def answered(code: int, kind: Any = HfHubHTTPError) -> Exception:
         response = httpx.Response(code, request=httpx.Request("GET", "http://hub"))
