@@ -4,9 +4,11 @@ the float8 that is emulated, so that what is left is the order of sums."""
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Annotated
 from unittest import mock
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +27,9 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 @CONVERTERS.register("float8_gathered")
-def float8_gathered(*, precompute: bool = False) -> Converter:
+def float8_gathered(
+    *, precompute: Annotated[bool, Field(description="find the scales of all weights at once")] = False
+) -> Converter:
     """Weights gathered as float8, which a configuration allows on GPUs only."""
     return Float8("tensorwise", [], emulate=True, gather=True, precompute=precompute)
 
