@@ -119,6 +119,14 @@ def test_a_tokenizer_that_tells_nothing_of_its_tokens(
     assert "no names for tokens; give data.eos_id" in refused(capsys, texts[1], *words, "--data.eos_token=h")
 
 
+def test_a_kind_that_is_none_is_told_before_anything_is_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = io.BytesIO(b"a")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=text))
+    assert "--as" in refused(capsys, "-", "--as=jsnl", "--tokenizer.name=bytes") and text.tell() == 0
+
+
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "latin1.txt").write_bytes(b"one\ntw\xe9 three\n")
     (tmp_path / "long.txt").write_text("a" * 10_001)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.tables import SOURCES, TableList
-from torchtitan.data.datasets import AnySource, OnBadRecord, build_source, is_stream, is_tokens
+from torchtitan.data.datasets import AnySource, OnBadRecord, is_stream, is_tokens, source_builder
 from torchtitan.data.files import KEY
 from torchtitan.data.tokens.cache import open_tokens
 from torchtitan.data.tokens.encode import Encoding
@@ -70,7 +70,7 @@ class Blend:
 
 def plan_one(dataset: str, path: str | None, options: Mapping[str, Any], on_bad_record: OnBadRecord) -> Blend:
     """A run on one data set, which never changes."""
-    data = build_source(dataset, path, options, on_bad_record, key="training.dataset")
+    data = source_builder(dataset, options, on_bad_record, key="training.dataset")(path)
     name = _name_of(dataset, path)
     return Blend({name: Source(data)}, [Stage(1, {name: Fraction(1)}, "training.dataset")])
 
@@ -124,7 +124,7 @@ def bind_source(
     """The data set ``name`` that ``section`` has, such as ``data.sources[1]``, with the options in ``options_in``."""
     told_as = {KEY: f"{section}.dataset_path", "training.dataset": f"{section}.dataset", "data.args": options_in}
     with keys_told_as(told_as):
-        return Source(build_source(dataset, path, options, on_bad_record, key=options_in), told_as, name)
+        return Source(source_builder(dataset, options, on_bad_record, key=options_in)(path), told_as, name)
 
 
 def _name_of(dataset: str, path: str | None) -> str:

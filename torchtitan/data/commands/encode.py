@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from torchtitan.config import load_config
-from torchtitan.data.datasets import TextSource, build_source, is_stream, is_tokens
+from torchtitan.data.datasets import TextSource, is_stream, is_tokens, source_builder
 from torchtitan.data.files import KEY
 from torchtitan.data.tokenizer import TOKENIZERS, DescribedTokenizer, Tokenizer, special_ids
 from torchtitan.data.tokens.survey import Survey, survey, total
@@ -56,12 +56,12 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         if error.key not in ("data.add_bos", "data.add_eos"):
             raise
         problem = str(error)  # training would be refused; the text has its tokens all the same
-    of_data = data.args if kind == config.training.dataset else {}
+    build = source_builder(kind, data.args if kind == config.training.dataset else {}, data.on_bad_record, key="--as")
     found: dict[str, Survey] = {}
     for file in dict.fromkeys(arguments.files):
         try:
             with _on_disk(file) as path:
-                source = build_source(kind, path, of_data, data.on_bad_record, key="--as")
+                source = build(path)
                 if is_tokens(source):
                     raise ConfigError(file, f"holds tokens already, as {kind}; give text")
                 if is_stream(source):

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from torchtitan.config import load_config
 from torchtitan.config.paths import local_path
-from torchtitan.data.datasets import AnySource, build_source, is_stream, is_tokens
+from torchtitan.data.datasets import AnySource, is_stream, is_tokens, source_builder
 from torchtitan.data.tokenizer import TOKENIZERS, special_ids
 from torchtitan.data.tokens.encode import Encoding
 from torchtitan.data.tokens.prepare import Preparation, Result, Target, prepare_stream, prepare_tokens
@@ -95,9 +95,8 @@ def _source(overrides: Sequence[str]) -> tuple[AnySource, Encoding | None]:
     training, data = config.training, config.data
     if data.sources:
         raise ConfigError("data.sources", "one data set is prepared at a time; name it as training.dataset")
-    source = build_source(
-        training.dataset, training.dataset_path, data.args, data.on_bad_record, key="training.dataset"
-    )
+    build = source_builder(training.dataset, data.args, data.on_bad_record, key="training.dataset")
+    source = build(training.dataset_path)
     if is_tokens(source):
         return source, None
     options = config.tokenizer.model_extra or {}

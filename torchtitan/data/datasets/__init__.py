@@ -6,7 +6,7 @@ One module a kind of data set. Finding and cutting files (files.py), tokenising 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -166,15 +166,19 @@ def _members(protocol: Any) -> set[str]:
 DATASETS: Registry[Any] = Registry("dataset", home=__name__, receives=("path", "on_bad_record"))
 
 
-def build_source(
-    dataset: str, path: str | None, options: Mapping[str, Any], on_bad_record: OnBadRecord, *, key: str
-) -> AnySource:
-    """The data set of that name with ``options``, which stand under ``key``; ConfigError where it cannot be built, or
-    is none."""
-    source = DATASETS.bind(dataset, options, key=key)(path, on_bad_record=on_bad_record)
-    check_source(source, dataset)
-    found: AnySource = source
-    return found
+def source_builder(
+    dataset: str, options: Mapping[str, Any], on_bad_record: OnBadRecord, *, key: str
+) -> Callable[[str | None], AnySource]:
+    """What builds the data set of that name from its path; ConfigError if there is none, or for ``options``, which
+    stand under ``key``, and when it builds, where it cannot or gives what is no data set."""
+    bound = DATASETS.bind(dataset, options, key=key)
+
+    def build(path: str | None) -> AnySource:
+        source: AnySource = bound(path, on_bad_record=on_bad_record)
+        check_source(source, dataset)
+        return source
+
+    return build
 
 
 def needed(path: str | None, name: str) -> str:
