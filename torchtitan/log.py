@@ -52,6 +52,20 @@ def init_logger(color: bool = True) -> None:
 
 
 @contextlib.contextmanager
+def no_warnings(*names: str) -> Iterator[None]:
+    """Within, nothing below an error from the loggers of these names, which are other packages'."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
+
+
+@contextlib.contextmanager
 def read_in_part() -> Iterator[None]:
     """Within, whoever reads what is printed may stop reading, as ``head`` does; what comes after it is not printed."""
     try:

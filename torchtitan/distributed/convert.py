@@ -4,15 +4,12 @@ Converters themselves are in ``transforms/``; when they are applied is said in `
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
-from torchtitan.distributed.topology import KEYS
 from torchtitan.errors import ConfigError
-from torchtitan.models.spec import Layout, Role, roles_of
+from torchtitan.models.spec import Layout
 from torchtitan.transforms import Converter
-from torchtitan.transforms.float8 import Float8
 from torchtitan.transforms.quantized import Quantized
 
 _KEY = "model.converters"
@@ -64,41 +61,3 @@ def check_head(model: nn.Module, layout: Layout, converters: Sequence[Converter]
                 if isinstance(convert, Quantized) and convert.takes(head)
             ),
         )
-
-
-def check_quantized(
-    model: nn.Module, converters: Sequence[Converter], roles: Mapping[str, Role], *, tensor: int, tokens: int
-) -> None:
-    """ConfigError if maps of ``model``, as ``converters`` have left it, cannot be shared by as many ``tensor`` ranks,
-    or cannot take as many ``tokens`` at once."""
-    for convert in converters:
-        if not isinstance(convert, Quantized):
-            continue
-        if tokens % convert.tokens_multiple_of:
-            raise ConfigError(
-                "training.local_batch_size",
-                f"a rank computes {tokens} tokens at once, and {convert.name} takes multiples of "
-                f"{convert.tokens_multiple_of}; change it or training.seq_len",
-            )
-        if tensor == 1:
-            continue
-        if isinstance(convert, Float8) and convert.scales_by_shards:
-            raise ConfigError(
-                f"{convert.name}.enable_fsdp_float8_all_gather",
-                "weights would have a scale for each tensor rank; set "
-                f"{convert.name}.precompute_float8_dynamic_scale_for_fsdp = true, which finds one for all of them, or "
-                "leave it at false",
-            )
-        for name, role in roles_of(model, roles):
-            module: Any = model.get_submodule(name)
-            if convert.takes(module):
-                side, features = "outputs", module.out_features
-                if role == "row":
-                    side, features = "inputs", module.in_features
-                if features % (convert.part_multiple_of * tensor):
-                    raise ConfigError(
-                        KEYS["tensor"],
-                        f"a rank's part of the {features} {side} of {name} would be no multiple of "
-                        f"{convert.part_multiple_of}, which {convert.name} takes; lower it, or name {name} in "
-                        f"{convert.name}.filter_fqns",
-                    )

@@ -6,16 +6,16 @@ said in ``blocks.py``.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from torchtitan.errors import ConfigError
+from torchtitan.log import no_warnings
 from torchtitan.optim.blocks import kept_in_blocks
 from torchtitan.optim.parts import LocalOptimizer
 
@@ -190,11 +190,9 @@ class _InBlocks:
 class _Dynamic(_InBlocks):
     def __init__(self, block: int, device: torch.device) -> None:
         super().__init__(block, torch.uint8)
-        with _without_remarks():
-            from torchao.optim import quant_utils
-        self._torchao = quant_utils
+        self._torchao = _torchao("quant_utils")
         self._map = {
-            signed: torch.tensor(quant_utils.create_dynamic_map(signed), device=device) for signed in (True, False)
+            signed: torch.tensor(self._torchao.create_dynamic_map(signed), device=device) for signed in (True, False)
         }
 
     def decode(self, kept: Sequence[Tensor], *, signed: bool) -> Tensor:
@@ -210,9 +208,7 @@ class _Dynamic(_InBlocks):
 class _Float8(_InBlocks):
     def __init__(self, block: int, device: torch.device) -> None:
         super().__init__(block, torch.float8_e4m3fn)
-        with _without_remarks():
-            from torchao.optim import subclass_fp8
-        self._torchao = subclass_fp8
+        self._torchao = _torchao("subclass_fp8")
 
     def decode(self, kept: Sequence[Tensor], *, signed: bool) -> Tensor:
         codes, scale = kept
@@ -229,13 +225,7 @@ def _keeping(codes: Codes, block: int, device: torch.device) -> _Dynamic | _Floa
     return _Dynamic(block, device) if codes == "dynamic" else _Float8(block, device)
 
 
-@contextlib.contextmanager
-def _without_remarks() -> Iterator[None]:
-    """Whoever imports torchao within is spared what it says of kernels that this machine has not, and nobody here
-    uses."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+def _torchao(name: str) -> Any:
+    """A module of its optimizers, without what it says of kernels that this machine has not, and nobody here uses."""
+    with no_warnings("torchao", "torch.utils._pytree"):
+        return importlib.import_module(f"torchao.optim.{name}")

@@ -21,7 +21,6 @@ from torchtitan.data.datasets import OnBadRecord
 from torchtitan.data.rows.foreign import check_order, check_unordered
 from torchtitan.data.tokenizer import TOKENIZERS, Tokenizer, special_ids
 from torchtitan.data.tokens.encode import Encoding
-from torchtitan.distributed.convert import check_quantized
 from torchtitan.distributed.passes import check_activation_checkpoint, check_compile, check_compiler
 from torchtitan.distributed.spread import Spread, check_blocks, check_lengths, micro_batches, plan_spread
 from torchtitan.errors import ConfigError, keys_told_as
@@ -35,6 +34,7 @@ from torchtitan.resilience.folder import check_folder
 from torchtitan.resolve.checkpoints import check_checkpoints
 from torchtitan.resolve.model import bind_converter, check_model, check_positions, resolve_args
 from torchtitan.transforms import Converter
+from torchtitan.transforms.quantized import Quantized
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         raise ConfigError(
             "loss.chunks", f"the loss is taken of {tokens} tokens of a rank at once; lower it, usually to 8 or 16"
         )
-    check_quantized(converted, converters, spec.roles, tensor=spread.degrees.tensor, tokens=tokens)
+    for converter in converters:
+        if isinstance(converter, Quantized):
+            converter.check_parts(converted, spec.roles, tensor=spread.degrees.tensor, tokens=tokens)
     blend = (
         plan_blend(data.sources, data.on_bad_record)
         if data.sources

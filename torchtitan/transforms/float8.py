@@ -5,13 +5,14 @@ How the scales of a map whose parts lie on several ranks become those of the who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from torchtitan.errors import ConfigError
+from torchtitan.log import no_warnings
 from torchtitan.transforms import CONVERTERS, Converter
 from torchtitan.transforms.quantized import (
     Filters,
@@ -19,12 +20,13 @@ from torchtitan.transforms.quantized import (
     check_capability,
     check_device,
     has_gpu,
-    no_warnings,
     torchao,
 )
 
 if TYPE_CHECKING:  # torch costs seconds, and --help lists the options of this file
     from torch import nn
+
+    from torchtitan.models.spec import Role
 
 NAME = "quantize.linear.float8"
 SMALL = "auto_filter_small_kn"
@@ -101,7 +103,7 @@ class Float8(Quantized):
             Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, enable_fsdp_float8_all_gather=gather
         )
         self.after_step: Callable[[nn.Module], None] | None = _find_scales if precompute else None
-        self.scales_by_shards = gather and not precompute
+        self._scales_by_shards = gather and not precompute
         self.part_multiple_of = 1 if emulate else self.multiple
         self.tokens_multiple_of = 1 if emulate or recipe == "rowwise_with_gw_hp" else self.multiple
 
@@ -110,6 +112,16 @@ class Float8(Quantized):
 
     def gains(self, name: str, module: nn.Linear) -> bool:
         return self._pays(module, name)
+
+    def check_parts(self, model: nn.Module, roles: Mapping[str, Role], *, tensor: int, tokens: int) -> None:
+        super().check_parts(model, roles, tensor=tensor, tokens=tokens)
+        if tensor > 1 and self._scales_by_shards:
+            raise ConfigError(
+                f"{NAME}.enable_fsdp_float8_all_gather",
+                "weights would have a scale for each tensor rank; set "
+                f"{NAME}.precompute_float8_dynamic_scale_for_fsdp = true, which finds one for all of them, or leave it "
+                "at false",
+            )
 
     def __call__(self, model: nn.Module) -> None:
         check_capability(NAME, self._config.emulate, "float8", (8, 9))

@@ -6,19 +6,20 @@ What becomes of a map is in the file of each: ``float8.py``, ``mx.py``.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from torchtitan.config.options import nearest
 from torchtitan.errors import ConfigError, one_line
-from torchtitan.log import logger
+from torchtitan.log import logger, no_warnings
 
 if TYPE_CHECKING:  # torch costs seconds, and --help lists the options of converters
     from torch import nn
+
+    from torchtitan.models.spec import Role
 
 Filters = list[Annotated[str, Field(min_length=1)]]
 
@@ -68,6 +69,30 @@ class Quantized:
             )
         logger.info(f"{self._kind}: {len(maps) - left_out.total()} of {len(maps)} linear maps{told}")
 
+    def check_parts(self, model: nn.Module, roles: Mapping[str, Role], *, tensor: int, tokens: int) -> None:
+        """ConfigError if the converted maps of the whole ``model`` cannot be shared by as many ``tensor`` ranks, or
+        cannot take as many ``tokens`` at once."""
+        from torchtitan.models.spec import roles_of  # imports torch
+
+        if tokens % self.tokens_multiple_of:
+            raise ConfigError(
+                "training.local_batch_size",
+                f"a rank computes {tokens} tokens at once, and {self.name} takes multiples of "
+                f"{self.tokens_multiple_of}; change it or training.seq_len",
+            )
+        for name, role in roles_of(model, roles):
+            module: Any = model.get_submodule(name)
+            if not self.takes(module):
+                continue
+            side, features = ("inputs", module.in_features) if role == "row" else ("outputs", module.out_features)
+            if features % (self.part_multiple_of * tensor):
+                raise ConfigError(
+                    "parallelism.tensor_parallel_degree",
+                    f"a rank's part of the {features} {side} of {name} would be no multiple of "
+                    f"{self.part_multiple_of}, which {self.name} takes; lower it, or name {name} in "
+                    f"{self.name}.filter_fqns",
+                )
+
     def chosen(self, model: nn.Module) -> dict[str, nn.Linear]:
         """The maps of ``model``, which may be a part of one, that are converted."""
         return {name: module for name, module in _linear_maps(model) if self._left_out(name, module) is None}
@@ -96,20 +121,6 @@ def torchao() -> Iterator[None]:
         raise ConfigError(
             "model.converters", f"torchao cannot be used ({one_line(error)}); pip install 'torchao>=0.18,<0.19'"
         ) from error
-
-
-@contextlib.contextmanager
-def no_warnings(*names: str) -> Iterator[None]:
-    """From the loggers of these names."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
 
 
 def has_gpu() -> bool:
