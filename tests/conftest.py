@@ -25,6 +25,7 @@ ALLOWED_SKIPS = (NO_SHARED, NO_GPU, NO_TOKEN_PROGRAMS)
 LONG = (
     *("cli/test_signals.py", "cli/test_ends.py", "equivalence/test_pipelines_combined.py"),
     *("equivalence/test_pipelines.py", "evaluate/test_layouts.py", "equivalence/test_layouts.py"),
+    *("equivalence/test_passes.py", "equivalence/test_float8.py", "scripts/test_gpu_check.py"),
     *("checkpoint/test_pairs.py", "cli/test_commands.py", "golden/test_resume.py", "checkpoint/test_faults.py"),
     *(
         "docs/test_commands.py",
@@ -33,6 +34,7 @@ LONG = (
         "equivalence/test_families.py",
     ),
     *("checkpoint/test_checkpointer.py", "equivalence/test_muon.py", "checkpoint/test_remote.py"),
+    *("equivalence/test_low_bit.py", "data/test_token_orders.py"),
 )
 """Files that take long, the longest first: at the end of a run nobody shall wait for one of them."""
 

@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "torchtitan.trainer"]
-)
+_context.set_forkserver_preload(["tests.preloaded"])
 
 
 Main = Callable[[list[str]], int]

@@ -13,7 +13,7 @@ _SPREAD, _PIPELINE = {"dp": 2, "cp": 2}, {"pp": 2, "dp": 2}
 
 
 def pairs() -> list[Pair]:
-    untied = [(_SPREAD, {"tp": 2}), ({"tp": 2}, {"dp": 3}), ({"dp": 3}, _V), (_V, _SPREAD)]
+    untied = [(_SPREAD, {"tp": 2}), ({"tp": 2}, {"dp": 3}), ({"dp": 3}, _V)]
     tied = [({"dp": 3}, _PIPELINE), (_PIPELINE, {"tp": 2})]
     kernels = [Run(Layout({"dp": 2}), 101, (f"--optimizer.implementation={name}",)) for name in ("fused", "foreach")]
     large = Run(Layout({"dp": 4}), vocabulary=2049)

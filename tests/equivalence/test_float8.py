@@ -33,12 +33,12 @@ LAUNCHES = [
     [
         *((layout, TENSORWISE) for layout in (TP, PP, DP)),
         *((layout, ROWWISE) for layout in (TP, CP)),
-        *((layout, WEIGHTS_HP) for layout in (TP, PP, DP, CP)),
-        *((layout, MXFP8) for layout in (TP, PP, DP, CP)),
+        *((layout, WEIGHTS_HP) for layout in (TP, PP, CP)),
+        *((layout, MXFP8) for layout in (TP, CP)),
         (DP, GATHERED),
         (TP, PRECOMPUTED),
     ],
-    [*((layout, words) for layout in (TP4, TPDP) for words in (TENSORWISE, WEIGHTS_HP)), (TPDP, PRECOMPUTED)],
+    [(TP4, TENSORWISE), *((TPDP, words) for words in (WEIGHTS_HP, PRECOMPUTED))],
 ]
 
 

@@ -27,10 +27,9 @@ OPTIMIZERS = [
     "--optimizer.block_size=32",
     '--optimizer.groups=[{pattern = "layers.[12].*", name = "AdamFp8", block_size = 32}]',
 ]
-TWO = [Layout({axis: 2}) for axis in ("dp", "tp", "pp", "cp")]
-TWO += [Layout({"dp": 2, "offloaded": True}), Layout({"pp": 2}, Model(tied=True))]
-FOUR = [Layout({"dp": 4}), Layout({"dp": 2, "tp": 2}), Layout({"rep": 2, "dp": 2})]
-FOUR += [Layout({"dp": 2, "tp": 2}, Model(tied=True)), Layout({"tp": 2, "pp": 2})]
+TWO = [*(Layout({axis: 2}) for axis in ("tp", "cp")), Layout({"dp": 2, "offloaded": True})]
+TWO += [Layout({"pp": 2}, Model(tied=True))]
+FOUR = [Layout({"rep": 2, "dp": 2}), Layout({"tp": 2, "pp": 2}), Layout({"dp": 2, "tp": 2}, Model(tied=True))]
 # A number that lies between two codes becomes the other one where rounding has moved its gradient.
 TOLERANCE = {"weights": 2e-4, "codes": 1e-3}
 

@@ -40,10 +40,8 @@ LAYOUTS: dict[int, dict[str, list[str]]] = {
         "one, best_fit": ["--data.packing=best_fit"],
     },
     2: {
-        "dp 2": [],
         "dp 2, workers": ["--validation.dataloader.num_workers=1", "--validation.local_batch_size=1"],
         "tp 2": ["tensor_parallel_degree=2"],
-        "cp 2": ["context_parallel_degree=2"],
         "cp 2, documents": ["--data.packing=documents", "context_parallel_degree=2"],
         "pp 2": ["pipeline_parallel_degree=2", "--training.local_batch_size=6", "--validation.local_batch_size=4"],
         "pp 2 in a V, rows by twos": [

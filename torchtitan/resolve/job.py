@@ -26,7 +26,7 @@ from torchtitan.distributed.spread import Spread, check_blocks, check_lengths, m
 from torchtitan.errors import ConfigError, keys_told_as
 from torchtitan.log import logger
 from torchtitan.loss.losses import LOSSES, Loss
-from torchtitan.models.spec import MODELS, ModelSpec
+from torchtitan.models.spec import MODELS, ModelSpec, roles_of
 from torchtitan.observe.sinks import SINKS, check_packages
 from torchtitan.optim.groups import OptimizerPlan, check_plan, plan_optimizer
 from torchtitan.optim.schedules import SCHEDULES, Schedule
@@ -103,9 +103,10 @@ def resolve_job(config: JobConfig, world_size: int) -> Job:
         raise ConfigError(
             "loss.chunks", f"the loss is taken of {tokens} tokens of a rank at once; lower it, usually to 8 or 16"
         )
+    modules = [(name, role, converted.get_submodule(name)) for name, role in roles_of(converted, spec.roles)]
     for converter in converters:
         if isinstance(converter, Quantized):
-            converter.check_parts(converted, spec.roles, tensor=spread.degrees.tensor, tokens=tokens)
+            converter.check_parts(modules, tensor=spread.degrees.tensor, tokens=tokens)
     blend = (
         plan_blend(data.sources, data.on_bad_record)
         if data.sources

@@ -5,9 +5,9 @@ How the scales of a map whose parts lie on several ranks become those of the who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -25,8 +25,6 @@ from torchtitan.transforms.quantized import (
 
 if TYPE_CHECKING:  # torch costs seconds, and --help lists the options of this file
     from torch import nn
-
-    from torchtitan.models.spec import Role
 
 NAME = "quantize.linear.float8"
 SMALL = "auto_filter_small_kn"
@@ -113,8 +111,8 @@ class Float8(Quantized):
     def gains(self, name: str, module: nn.Linear) -> bool:
         return self._pays(module, name)
 
-    def check_parts(self, model: nn.Module, roles: Mapping[str, Role], *, tensor: int, tokens: int) -> None:
-        super().check_parts(model, roles, tensor=tensor, tokens=tokens)
+    def check_parts(self, modules: Iterable[tuple[str, str, Any]], *, tensor: int, tokens: int) -> None:
+        super().check_parts(modules, tensor=tensor, tokens=tokens)
         if tensor > 1 and self._scales_by_shards:
             raise ConfigError(
                 f"{NAME}.enable_fsdp_float8_all_gather",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -18,8 +18,6 @@ from torchtitan.log import logger, no_warnings
 
 if TYPE_CHECKING:  # torch costs seconds, and --help lists the options of converters
     from torch import nn
-
-    from torchtitan.models.spec import Role
 
 Filters = list[Annotated[str, Field(min_length=1)]]
 
@@ -69,19 +67,16 @@ class Quantized:
             )
         logger.info(f"{self._kind}: {len(maps) - left_out.total()} of {len(maps)} linear maps{told}")
 
-    def check_parts(self, model: nn.Module, roles: Mapping[str, Role], *, tensor: int, tokens: int) -> None:
-        """ConfigError if the converted maps of the whole ``model`` cannot be shared by as many ``tensor`` ranks, or
-        cannot take as many ``tokens`` at once."""
-        from torchtitan.models.spec import roles_of  # imports torch
-
+    def check_parts(self, modules: Iterable[tuple[str, str, Any]], *, tensor: int, tokens: int) -> None:
+        """ConfigError if converted maps among ``modules``, each with its name and its role before it, cannot be shared
+        by as many ``tensor`` ranks, or cannot take as many ``tokens`` at once."""
         if tokens % self.tokens_multiple_of:
             raise ConfigError(
                 "training.local_batch_size",
                 f"a rank computes {tokens} tokens at once, and {self.name} takes multiples of "
                 f"{self.tokens_multiple_of}; change it or training.seq_len",
             )
-        for name, role in roles_of(model, roles):
-            module: Any = model.get_submodule(name)
+        for name, role, module in modules:
             if not self.takes(module):
                 continue
             side, features = ("inputs", module.in_features) if role == "row" else ("outputs", module.out_features)
