@@ -1,4 +1,4 @@
-"""The launcher that run_train.sh is: checks the configuration, starts torchrun here, returns the run's exit code.
+"""The launcher that run_train.sh is: checks the configuration, starts the run here, returns the run's exit code.
 
 Several machines are started by torchrun or a scheduler directly; nothing here trains.
 """
@@ -6,6 +6,7 @@ Several machines are started by torchrun or a scheduler directly; nothing here t
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -13,10 +14,10 @@ from pathlib import Path
 from types import FrameType
 
 from torchtitan.allocator import settings, usual_places
-from torchtitan.config import ConfigError, JobConfig, describe_error, load_config
+from torchtitan.config import ConfigError, describe_error, load_config
 from torchtitan.config.presets import DEFAULT
 from torchtitan.log import init_logger, logger
-from torchtitan.platforms import SIGNALS, check_platform, check_processes, cores
+from torchtitan.platforms import SIGNALS, check_platform, check_processes, cores, may_have_accelerators
 from torchtitan.resilience.end import BAD_CONFIG, DONE, FAILED, LAUNCHER, STOPPED, End
 from torchtitan.secrets import hide_in_tracebacks
 from torchtitan.train import main as train_main
@@ -46,16 +47,20 @@ def main(argv: Sequence[str]) -> int:
         processes = _processes()
         check_processes(processes)
         shown = _shown_ranks(processes)
-        # Imported late: a mistyped key is told in a fraction of a second.
-        from torchtitan.resolve.job import resolve_job
+        if processes > 1:  # a run of one tells it as well as this process
+            # Imported late: a mistyped key is told in a fraction of a second.
+            from torchtitan.resolve.job import resolve_job
 
-        resolve_job(config, processes)
+            resolve_job(config, processes)
     except ConfigError as error:
         print(describe_error(error, config), file=sys.stderr)
         return BAD_CONFIG
-    if sys.platform != "linux":  # torchrun and what forwards signals to its workers lean on /proc
+    if sys.platform != "linux":  # torchrun and what forwards signals to workers lean on /proc
         return train_main(argv)
-    return _torchrun(config, processes, shown, argv)
+    _set_environment(processes)
+    started = time.time()
+    failed = _torchrun(processes, shown, argv) if processes > 1 else _one_process(argv)
+    return _ended(Path(config.job.dump_folder), started, failed) if failed else DONE
 
 
 def _processes() -> int:
@@ -63,9 +68,11 @@ def _processes() -> int:
         raise ConfigError(None, f"COMM_MODE={mode} is not built yet; unset it")
     text = os.environ.get("NGPU")
     if text is None:
+        if sys.platform != "linux" or not may_have_accelerators():
+            return 1
         import torch
 
-        return (torch.accelerator.device_count() if sys.platform == "linux" else 0) or 1
+        return torch.accelerator.device_count() or 1
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_PROCESSES:
         raise ConfigError(None, f"NGPU={text} must be a number of processes of this machine, 1 to {_MOST_PROCESSES}")
     return int(text)
@@ -78,16 +85,33 @@ def _shown_ranks(processes: int) -> str:
     return text
 
 
-def _torchrun(config: JobConfig, processes: int, shown: str, argv: Sequence[str]) -> int:
-    import torch
+def _set_environment(processes: int) -> None:
+    """What the processes of a run start with, unless the user says otherwise."""
+    os.environ[LAUNCHER] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
+    if may_have_accelerators():
+        import torch
+
+        if torch.cuda.is_available():
+            return
+    os.environ.update(settings(os.environ, usual_places()))
+
+
+def _one_process(argv: Sequence[str]) -> dict[int, int]:
+    """Without torchrun, which would import torch here before it starts what imports it again."""
+    for number in SIGNALS:
+        signal.signal(number, _forward)
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    ended = subprocess.run([sys.executable, "-m", "torchtitan.train", *argv], env={**os.environ, **place}, check=False)
+    return {0: ended.returncode} if ended.returncode else {}
+
+
+def _torchrun(processes: int, shown: str, argv: Sequence[str]) -> dict[int, int]:
+    """Returns the exit codes of the ranks that failed, the first one first."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    started = time.time()
-    threads = max(1, cores() // processes)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if not torch.cuda.is_available():
-        os.environ.update(settings(os.environ, usual_places()))
     if sys.stderr.isatty():
         os.environ.setdefault("FORCE_COLOR", "1")  # workers write into a pipe
     options = {
@@ -100,39 +124,45 @@ def _torchrun(config: JobConfig, processes: int, shown: str, argv: Sequence[str]
         # What asks a run to stop is passed on by _forward: the agent itself would kill workers that are still saving.
         "--signals-to-handle": "SIGQUIT",
     }
-    os.environ[LAUNCHER] = "1"
-    # How the run ended is said below, in one line, and by the run itself.
+    # How the run ended is said in one line, and by the run itself.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for number in SIGNALS:
         signal.signal(number, _forward)
     try:
         torchrun([word for pair in options.items() for word in pair] + ["-m", "torchtitan.train", *argv])
     except ChildFailedError as error:
-        folder = Path(config.job.dump_folder)
-        end = End.read(folder, since=started)
-        # torchrun kills whoever has not ended half a minute after the first failure: a victim, not the cause.
-        torn_down = end is not None and End.read(folder, since=time.time() - 25) is None
-        for rank, failure in error.failures.items():
-            if failure.exitcode < 0 and -failure.exitcode not in SIGNALS and not torn_down:
-                name = signal.Signals(-failure.exitcode).name
-                hint = " (by the system, if memory ran out)" if -failure.exitcode == signal.SIGKILL else ""
-                killed = End("failed", FAILED, end.step if end else None, f"killed by {name}{hint}", rank)
-                End.forget(folder)  # another rank had missed this one, and said so
-                killed.write(folder)
-                print(f"rank {rank} was {killed.error}", file=sys.stderr)
-                return FAILED
-        if end is None:
-            if _stopped:  # before the first step, when there was nothing to save
-                return STOPPED
-            rank, failure = error.get_first_failure()
-            if failure.exitcode == BAD_CONFIG:  # it has said why
-                return BAD_CONFIG
-            print(f"rank {rank} ended with {failure.exitcode} ({failure.message})", file=sys.stderr)
+        first, failure = error.get_first_failure()
+        return {first: failure.exitcode} | {rank: other.exitcode for rank, other in error.failures.items()}
+    return {}
+
+
+def _ended(folder: Path, started: float, failed: dict[int, int]) -> int:
+    """Say, as the last thing on the screen, why a run ended whose ranks ``failed`` with these exit codes."""
+    end = End.read(folder, since=started)
+    # torchrun kills whoever has not ended half a minute after the first failure: a victim, not the cause.
+    torn_down = end is not None and End.read(folder, since=time.time() - 25) is None
+    for rank, code in failed.items():
+        if code < 0 and -code not in SIGNALS and not torn_down:
+            name = signal.Signals(-code).name
+            hint = " (by the system, if memory ran out)" if -code == signal.SIGKILL else ""
+            killed = End("failed", FAILED, end.step if end else None, f"killed by {name}{hint}", rank)
+            End.forget(folder)  # another rank had missed this one, and said so
+            killed.write(folder)
+            print(f"rank {rank} was {killed.error}", file=sys.stderr)
             return FAILED
-        if end.error is not None:
-            print(f"rank {end.rank}: {end.error}", file=sys.stderr)
-        return end.exit_code
-    return DONE
+    if end is None:
+        if _stopped:
+            name = signal.Signals(_stopped[0]).name
+            print(f"stopped by {name} before the first step, with nothing to save", file=sys.stderr)
+            return STOPPED
+        rank, code = next(iter(failed.items()))
+        if code == BAD_CONFIG:  # it has said why
+            return BAD_CONFIG
+        print(f"rank {rank} ended with {code}", file=sys.stderr)
+        return FAILED
+    if end.error is not None:
+        print(f"rank {end.rank}: {end.error}", file=sys.stderr)
+    return end.exit_code
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

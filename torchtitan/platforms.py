@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 from torchtitan.errors import ConfigError
 
@@ -21,6 +22,12 @@ SIGNALS = tuple(
 def cores() -> int:
     """How many processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def may_have_accelerators() -> bool:
+    """Whether this machine has a device file of any that torch can compute on; which ones, only torch can tell."""
+    names = ("nvidia*", "kfd", "dxg", "dri", "accel*", "davinci*", "habanalabs*")
+    return any(found for name in names for found in Path("/dev").glob(name))
 
 
 def check_platform() -> None:

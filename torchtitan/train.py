@@ -55,12 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(config: JobConfig) -> int:
     """Run the job that ``config`` describes in the world that the launcher made; returns the exit code."""
     started = time.monotonic()
+    die_when_signalled()
     from torchtitan.distributed.world import world_size
     from torchtitan.resolve.checkpoints import checkpoint_folders, finished_step
     from torchtitan.resolve.job import resolve_job
 
     check_processes(world_size())
-    die_when_signalled()
     job = resolve_job(config, world_size())
     folder = Path(config.job.dump_folder)
     if (step := finished_step(config)) is not None:

@@ -72,11 +72,23 @@ def test_a_killed_rank_is_named_and_takes_all_along(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
+def test_so_is_a_killed_run_of_one_process(tmp_path: Path) -> None:
+    with launched(tiny_argv(tmp_path, "--training.steps=100000"), 1) as process:
+        wait_for_step(tmp_path / "run", 1)
+        (worker,) = children_of(process.pid)
+        os.kill(worker, signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 0 was killed by SIGKILL" in output.strip().splitlines()[-1]
+    assert end(tmp_path / "run")["error"].startswith("killed by SIGKILL")
+
+
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     """And the first, which has nothing to do with the second, still ends as it is asked to."""
     argv = tiny_argv(tmp_path, "--training.steps=100000", "--checkpoint.enable", "--checkpoint.interval=100000")
     with launched(argv, 1, output=subprocess.DEVNULL) as first:
         wait_for_step(tmp_path / "run", 3)
+        assert "libtorch" not in Path(f"/proc/{first.pid}/maps").read_text(), "a launcher of one process needs no torch"
         everything = with_descendants(first.pid)
         for pid in everything:  # it holds its folder, and leaves the processor to the second
             os.kill(pid, signal.SIGSTOP)

@@ -13,6 +13,7 @@ from tests.cli.commands import TORCHRUN, end, launched, wait_for_step
 from tests.conftest import CHECKOUT
 from tests.launch import children_of, run_main, started, started_main, with_descendants
 from tests.runs import metrics, tiny_argv
+from torchtitan.launch import main as launch_main
 from torchtitan.train import main as train_main
 
 
@@ -79,14 +80,18 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
         "@LOSSES.register('slow')\ndef slow():\n    open('started', 'w').close()\n    time.sleep(100)\n"
     )
     argv = tiny_argv(tmp_path, "--job.imports=slow_parts", "--loss.name=slow")
-    with started_main(train_main, argv, folder=tmp_path) as process:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        os.kill(process.pid, signal.SIGTERM)
-        process.join(10)
-        assert process.exitcode == -signal.SIGTERM
-    assert not (tmp_path / "run").exists()
+    for main, code, said in ((train_main, -signal.SIGTERM, ""), (launch_main, 75, "stopped by SIGTERM before the")):
+        started = tmp_path / "started"
+        started.unlink(missing_ok=True)
+        with started_main(main, argv, folder=tmp_path, NGPU="1", PYTHONPATH=f"{CHECKOUT}:{tmp_path}") as process:
+            deadline = time.monotonic() + 60
+            while not started.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            os.kill(process.pid, signal.SIGTERM)
+            process.join(10)
+            assert process.exitcode == code
+        assert said in (tmp_path / "printed").read_text()
+        assert not (tmp_path / "run").exists()
 
 
 def test_workers_of_a_killed_launcher_save_and_end(tmp_path: Path) -> None:

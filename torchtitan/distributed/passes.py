@@ -17,6 +17,7 @@ from torchtitan.errors import ConfigError
 from torchtitan.models.spec import Layout
 from torchtitan.registry import unknown_name
 
+_USUAL_BACKENDS = {"inductor", "aot_eager"}
 _FORCED = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
 _DEFAULT_FORCED = ActivationCheckpoint().per_op_sac_force_recompute_mm_shapes_by_fqns
 
@@ -32,8 +33,9 @@ def check_compile(keys: Compile, spread: Spread, *, on_cpu: bool) -> None:
             f"the pipeline's {plan.schedule} computes gradients of inputs and of weights apart, and a compiled block "
             "would compute both each time; take another parallelism.pipeline_parallel_schedule, or leave it at false",
         )
-    known = torch.compiler.list_backends(exclude_tags=())
-    if keys.backend not in known:
+    if keys.backend not in _USUAL_BACKENDS and keys.backend not in (
+        known := torch.compiler.list_backends(exclude_tags=())  # takes seconds
+    ):
         raise unknown_name("backend", keys.backend, known, key="compile.backend")
     if keys.backend == "inductor" and on_cpu:
         check_compiler("compile.backend", 'or set it to "aot_eager", which needs none and makes nothing faster')
