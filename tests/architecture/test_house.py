@@ -124,7 +124,7 @@ PRIVATE = {
     # attribute or name → the one file that may use it, because there is no public way
     "_auto_filter_for_recipe": "transforms/float8.py",
     "_dynamo": "distributed/compile.py",
-    "_functorch": "distributed/activation_checkpoint.py",
+    "_functorch": "distributed/compile.py",
     "_set_pg_timeout": "distributed/world.py",
     "__create_chunk_list__": "distributed/whole.py",
     "_Action": "distributed/schedules.py",

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan.config.schema import ActivationCheckpoint
+from torchtitan.distributed.compile import compiler_settings
 from torchtitan.distributed.gradients import local_part
 from torchtitan.models.spec import Layout
 
@@ -39,9 +40,7 @@ def apply_activation_checkpoint(
     if keys.mode == "none":
         return
     if keys.mode == "memory_budget":
-        from torch._functorch import config  # takes seconds, and nobody else needs it
-
-        config.activation_memory_budget = keys.memory_budget  # of every graph that is compiled from now on
+        compiler_settings().activation_memory_budget = keys.memory_budget
         return
     options: dict[str, Any] = {
         "preserve_rng_state": keys.preserve_rng_state,

@@ -4,6 +4,9 @@ When in the order it is done stands in ``parallelize.py``; what a block keeps fo
 ``activation_checkpoint.py``.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -18,14 +21,27 @@ def compile_blocks(model: nn.Module, layout: Layout, backend: str) -> None:
     It must be one graph: whatever breaks it raises at the first step. Names of parameters stay.
     """
     for block in model.get_submodule(layout.blocks).children():
-        # Sizes stay what they are in a run; a graph for any size would be a slower one.
-        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
+        block.forward = _compiled(block.forward, fullgraph=True, backend=backend)
 
 
 def compile_loss(loss: Loss, backend: str) -> Loss:
     """``loss`` compiled, with breaks where one of somebody's own needs them."""
-    compiled: Loss = torch.compile(loss, dynamic=False, backend=backend)
+    compiled: Loss = _compiled(loss, backend=backend)
     return compiled
+
+
+def _compiled(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    # Functions with a backward pass of their own, which is part of the cache's key, need not be traced at each start.
+    compiler_settings().autograd_cache_allow_custom_autograd_functions = True
+    # Sizes stay what they are in a run; a graph for any size would be a slower one.
+    return torch.compile(forward, dynamic=False, **options)
+
+
+def compiler_settings() -> Any:
+    """What torch's compiler does beside the arguments it gets, in all that is compiled from then on."""
+    from torch._functorch import config  # takes seconds, and nobody else needs it
+
+    return config
 
 
 class Graphs:
