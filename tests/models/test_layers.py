@@ -4,10 +4,19 @@ from typing import get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.errors import ConfigError
-from torchtitan.models.layers import Attention, Pairs, RopeScaling, RotaryEmbedding, apply_rope, rope_frequencies
+from torchtitan.models.layers import (
+    Attention,
+    FeedForward,
+    Pairs,
+    RopeScaling,
+    RotaryEmbedding,
+    apply_rope,
+    rope_frequencies,
+)
 
 OFF = RopeScaling(scaling_factor=1.0)
 KINDS: tuple[Pairs, ...] = get_args(Pairs)
@@ -53,3 +62,25 @@ def test_scaling_from_no_length_is_refused(length: int) -> None:
     with pytest.raises(ConfigError, match="must be above 0") as refused:
         RopeScaling(original_max_position_embeddings=length)
     assert refused.value.key == "model.args.rope_scaling_args.original_max_position_embeddings"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gate_is_that_of_plain_operations_and_keeps_only_what_it_is_given(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    block = FeedForward(16, 32).to(dtype)
+    given = torch.randn(2, 6, 16, dtype=dtype, requires_grad=True)
+    weights = (block.w1.weight, block.w2.weight, block.w3.weight)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = block(given)
+    plain = block.w2(F.silu(block.w1(given)) * block.w3(given))
+    assert torch.equal(out, plain)
+    grad = torch.randn_like(out)
+    for got, expected in zip(
+        torch.autograd.grad(out, (given, *weights), grad),
+        torch.autograd.grad(plain, (given, *weights), grad),
+        strict=True,
+    ):
+        assert torch.equal(got, expected)
+    wide = {x.untyped_storage().data_ptr() for x in kept if x.numel() == 2 * 6 * 32}
+    assert len(wide) == 3  # what w1 and w3 gave, and what w2 takes

@@ -173,4 +173,18 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(_Gate.apply(self.w1(x), self.w3(x)))
+
+
+class _Gate(torch.autograd.Function):
+    """``silu(gate) * x``, which keeps only what it is given: the gate is opened again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, x)
+        return F.silu(gate) * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, x = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * x, gate), grad * F.silu(gate)
