@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.config import load_config
+from torchtitan.config import ConfigError, describe_error, load_config
 from torchtitan.data.loader import build_loader
 from torchtitan.feed import blended, open_rows
 from torchtitan.log import logger
 from torchtitan.models.attention import InnerAttention
 from torchtitan.observe.device import peak_flops
+from torchtitan.resilience.end import BAD_CONFIG
 from torchtitan.resolve.job import Job, resolve_job
 
 BUDGET_SECONDS = 1.0  # for each kernel, and at least five times
@@ -138,10 +139,15 @@ def loader_tokens_per_second(job: Job) -> float:
     return count * training.local_batch_size * training.seq_len / taken
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     logger.setLevel("ERROR")
-    config = load_config(argv)
-    job = resolve_job(config, 1)
+    config = None
+    try:
+        config = load_config(argv)
+        job = resolve_job(config, 1)
+    except ConfigError as error:
+        print(describe_error(error, config), file=sys.stderr)
+        return BAD_CONFIG
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training = config.training
     dtype = getattr(torch, training.mixed_precision_param)
@@ -162,7 +168,8 @@ def main(argv: list[str]) -> None:
         "torch": torch.__version__,
     }
     print(json.dumps(found))
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

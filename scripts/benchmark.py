@@ -148,6 +148,10 @@ def main() -> int:
     chosen = dict.fromkeys(
         row for name in options.grids or ["debug"] for row in GRIDS[name] if options.only in str(row)
     )
+    if not chosen:
+        parser.error(f"no row of {', '.join(options.grids or ['debug'])} has {options.only!r} in its name")
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
     rows = []
     for row in chosen:
         rows.append(row)

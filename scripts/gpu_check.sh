@@ -4,6 +4,7 @@
 # named; whether the device computes the same in every setting; what a save costs. Without a GPU, a small form of each.
 # FOLDER (default runs/gpu_check) holds gpu_check.md and the JSON of both parts. Ends with 1 if anything is wrong.
 set -euo pipefail
+case ${1:-} in -*) sed -n '2,5s/^# //p' "$0"; [[ $1 == -h || $1 == --help ]]; exit ;; esac
 cd "$(dirname "$0")/.."
 out=${1:-runs/gpu_check}
 mkdir -p "$out"

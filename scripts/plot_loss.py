@@ -3,8 +3,8 @@
 Anything interactive is TensorBoard's.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -24,4 +24,8 @@ def main(run: Path, picture: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="its folder")
+    parser.add_argument("picture", type=Path, help="file to write")
+    options = parser.parse_args()
+    main(options.run, options.picture)

@@ -21,6 +21,11 @@ def main(words: list[str]) -> int:
     start = time.perf_counter()
     failed = 0
     layouts = [layout for layout in all_layouts() if not words or any(word in layout.name for word in words)]
+    if not layouts:
+        print(
+            f"none of {len(all_layouts())} layouts, such as {all_layouts()[0].name!r}, has any of {words} in its name"
+        )
+        return 2
     with tempfile.TemporaryDirectory() as folder:
         base = base_argv(Path(folder))
 

@@ -9,6 +9,7 @@ and by hand; README.md beside it says with which.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -56,7 +57,9 @@ def train(texts: Iterator[str]) -> Tokenizer:
 
 def main() -> None:
     default = Path(__file__).resolve().parents[1] / "torchtitan" / "assets" / "debug_tokenizer"
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else default
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=default, help="where to write (default: %(default)s)")
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     train(documents()).save(str(folder / "tokenizer.json"), pretty=False)
     settings = {"bos_token": BOS, "eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}

@@ -103,7 +103,9 @@ def _one_process(argv: Sequence[str]) -> dict[int, int]:
         signal.signal(number, _forward)
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    ended = subprocess.run([sys.executable, "-m", "torchtitan.train", *argv], env={**os.environ, **place}, check=False)
+    # A torchrun around this one speaks to its own workers.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    ended = subprocess.run([sys.executable, "-m", "torchtitan.train", *argv], env=inherited | place, check=False)
     return {0: ended.returncode} if ended.returncode else {}
 
 
@@ -151,11 +153,11 @@ def _ended(folder: Path, started: float, failed: dict[int, int]) -> int:
             print(f"rank {rank} was {killed.error}", file=sys.stderr)
             return FAILED
     if end is None:
-        if _stopped:
-            name = signal.Signals(_stopped[0]).name
+        rank, code = next(iter(failed.items()))
+        if stopped := _stopped or [-code] * (-code in SIGNALS):  # all was asked to stop, or the first rank that ended
+            name = signal.Signals(stopped[0]).name
             print(f"stopped by {name} before the first step, with nothing to save", file=sys.stderr)
             return STOPPED
-        rank, code = next(iter(failed.items()))
         if code == BAD_CONFIG:  # it has said why
             return BAD_CONFIG
         print(f"rank {rank} ended with {code}", file=sys.stderr)

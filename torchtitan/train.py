@@ -5,12 +5,13 @@ Nothing here knows what a step is.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -158,10 +159,10 @@ def fail(error: BaseException, config: JobConfig, step: int | None) -> int:
     else:
         end = End("failed", FAILED, step, "".join(traceback.format_exception(error)) + _hint(error, config))
     end = replace(end, error=hidden(end.error or ""), rank=int(os.environ.get("RANK", "0")))
-    first = end.write(Path(config.job.dump_folder))
-    if not first:
+    left = end.write(Path(config.job.dump_folder))
+    if left is False:
         logger.error(f"rank {end.rank} stops because another rank failed first")
-    elif LAUNCHER not in os.environ:  # else it shows the error as the last thing on the screen
+    elif left is None or LAUNCHER not in os.environ:  # else it shows the error as the last thing on the screen
         print(end.error, file=sys.stderr, flush=True)
     return end.exit_code
 
@@ -181,5 +182,21 @@ def _hint(error: BaseException | None, config: JobConfig) -> str:
     return ""
 
 
+def end_process_with(command: Callable[[], int]) -> None:
+    """Run ``command`` and end this process with the code that it returns; what is registered for its end is done.
+
+    The interpreter is not taken apart: a thread of gloo's that then lets go of a tensor would abort the process.
+    """
+    code = FAILED
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(leave)  # the first, so the last to be called
+    code = command()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process_with(main)

@@ -3,17 +3,20 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import end, launch, launched, wait_for_step
+from tests.cli.commands import end, launch, launched, run, wait_for_step
 from tests.launch import children_of, with_descendants
 from tests.runs import metrics, tiny_argv
 from torchtitan.config import ConfigError, load_config
-from torchtitan.train import own_folders
+from torchtitan.launch import _ended
+from torchtitan.resilience.end import LAUNCHER, End
+from torchtitan.train import fail, own_folders
 
 # A part registered from outside: cross entropy that raises on one rank when the third step calls it.
 FAULTY_LOSS = """
@@ -81,6 +84,47 @@ def test_so_is_a_killed_run_of_one_process(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "rank 0 was killed by SIGKILL" in output.strip().splitlines()[-1]
     assert end(tmp_path / "run")["error"].startswith("killed by SIGKILL")
+
+
+def test_a_run_inside_another_torchrun_has_a_world_of_its_own(tmp_path: Path) -> None:
+    ended = launch(tiny_argv(tmp_path, "--training.steps=1"), 1, TORCHELASTIC_USE_AGENT_STORE="True")
+    assert ended.returncode == 0, ended.stderr
+    assert end(tmp_path / "run")["reason"] == "done"
+
+
+def test_an_error_that_cannot_be_written_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By the rank itself, though its launcher would show it."""
+    (tmp_path / "full").write_text("")
+    folder = tmp_path / "full" / "run"
+    assert End("failed", 1).write(folder) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LAUNCHER, "1")
+        assert fail(ArithmeticError("is nan"), load_config([f"--job.dump_folder={folder}"]), 2) == 1
+    assert "is nan" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("codes", "expected"), [({0: -15}, 75), ({1: -2, 0: -15}, 75), ({0: 3, 1: -15}, 1)])
+def test_a_rank_that_is_asked_to_stop_before_the_first_step(
+    codes: dict[int, int], expected: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _ended(tmp_path, time.time(), codes) == expected
+    assert ("before the first step, with nothing to save" in capsys.readouterr().err) == (expected == 75)
+
+
+def test_a_process_ends_before_its_interpreter_is_taken_apart() -> None:
+    lines = (
+        "import atexit, sys",
+        "from torchtitan.train import end_process_with",
+        "class Late:",
+        "    def __del__(self): print('taken apart')",
+        "late = Late()",
+        "end_process_with(lambda: atexit.register(print, 'at exit') and CODE)",
+    )
+    for code, expected in (("75", 75), ("1 / 0", 1)):
+        ended = run([sys.executable, "-c", "\n".join(lines).replace("CODE", code)])
+        assert ended.returncode == expected
+        assert ended.stdout == "at exit\n"
+        assert ("ZeroDivisionError" in ended.stderr) == (expected == 1)
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:

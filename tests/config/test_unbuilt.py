@@ -1,5 +1,6 @@
 """Keys that are known but not built: what asks for nothing is accepted, all else refused."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,3 +50,24 @@ def test_no_key_is_both_built_and_not() -> None:
     for table in (UNBUILT, ALIASES, MEANINGLESS):
         assert not set(table) & {*KEYS, *options}
     assert not set(UNBUILT) & (set(ALIASES) | set(MEANINGLESS))
+
+
+def test_a_file_keeps_what_belongs_to_a_switch_that_is_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(
+        '[profiling]\nenable_profiling = false\nprofile_freq = 100\nsave_traces_folder = "profile_trace"\n'
+        "[fault_tolerance]\ngroup_size = 2\n[checkpoint]\nenable = false\nlast_save_model_only = true\n"
+        '[activation_checkpoint]\nmode = "none"\nselective_ac_option = "op"\n[compile]\ncomponents = ["loss"]\n'
+    )
+    load_config([f"--job.config_file={file}"])
+    for key, switch in {
+        "profiling.profile_freq": "profiling.enable_profiling or profiling.enable_memory_snapshot",
+        "profiling.save_traces_folder": "profiling.enable_profiling or profiling.enable_memory_snapshot",
+        "fault_tolerance.group_size": "fault_tolerance.enable",
+        "checkpoint.last_save_model_only": "checkpoint.enable = true",
+        "activation_checkpoint.selective_ac_option": 'activation_checkpoint.mode = "selective"',
+        "compile.components": "compile.enable = true",
+    }.items():
+        assert f"{key} ({file}) changes nothing without {switch}" in caplog.text
+    with pytest.raises(ConfigError, match="profiling is not built yet"):
+        load_config([f"--job.config_file={file}", "--profiling.enable_profiling"])

@@ -19,7 +19,7 @@ from torchtitan.config.parts import Choice, offered, with_options
 from torchtitan.config.schema import KEYS, SECTIONS, JobConfig
 from torchtitan.config.sources import COMMAND_LINE, Setting, Settings
 from torchtitan.config.tables import TABLE_LISTS
-from torchtitan.config.together import check_together
+from torchtitan.config.together import check_together, waiting
 from torchtitan.config.unbuilt import UNBUILT, refuse_unbuilt_choice
 from torchtitan.errors import ConfigError
 
@@ -61,7 +61,16 @@ def build_config(settings: Settings, notes: list[str]) -> JobConfig:
     problems.raise_first()
     config = _config(values)
     config._sources.update({".".join(path): setting.source for path, setting in settings.items()})
+    _pass_over_waiting(config, notes)
     return config
+
+
+def _pass_over_waiting(config: JobConfig, notes: list[str]) -> None:
+    """A file may keep keys for the day when what they belong to is turned on; nobody types them for that."""
+    for key, switch in waiting(config):
+        if config.source(key) == COMMAND_LINE:
+            raise ConfigError(key, f"changes nothing without {switch}; set that, or leave this out")
+        notes.append(f"{key} ({config.source(key)}) changes nothing without {switch}")
 
 
 def _refuse_remote_code(settings: Settings) -> None:
@@ -169,9 +178,21 @@ def _check_undeclared(
             elif converter := _converter_of(path):
                 _pass_over(converter, key, setting, notes)
             elif key in UNBUILT:
-                UNBUILT[key].refuse_unless_off(setting.value, key=key)
+                _refuse_or_pass_over(key, setting, notes)
             else:
                 raise _unknown_key(key, setting)
+
+
+def _refuse_or_pass_over(key: str, setting: Setting, notes: list[str]) -> None:
+    """What is not built is refused, but for what a file keeps beside a switch that is off."""
+    unbuilt = UNBUILT[key]
+    try:
+        unbuilt.refuse_unless_off(setting.value, key=key)
+    except ConfigError:
+        # A switch that is on is refused itself.
+        if setting.source == COMMAND_LINE or not unbuilt.switches:
+            raise
+        notes.append(f"{key} ({setting.source}) changes nothing without {' or '.join(unbuilt.switches)}")
 
 
 def _changes_nothing(key: str, setting: Setting) -> str:
@@ -228,7 +249,7 @@ def _options(
             elif key in MEANINGLESS:
                 notes.append(_changes_nothing(key, setting))
             elif key in UNBUILT:
-                UNBUILT[key].refuse_unless_off(setting.value, key=key)
+                _refuse_or_pass_over(key, setting, notes)
             elif owners := [owner for other, _, names in offered(choice) if other == key for owner in names]:
                 if replaced and setting.source != COMMAND_LINE:
                     notes.append(f"{key} ({setting.source}) is left out: it is an option of {', '.join(owners)}")

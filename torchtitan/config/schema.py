@@ -221,7 +221,7 @@ class ActivationCheckpoint(Section):
     determinism_check: Literal["default", "none"] = key(
         "default", "compare shapes and types of what is computed again with the first time"
     )
-    debug: bool = key(False, "on an error, show the operations of both times; slow")
+    debug: bool = key(False, "on an error, show the operations of both times; slow, and not with op")
 
     @property
     def per_op(self) -> bool:

@@ -5,6 +5,8 @@ What one key may say alone is in schema.py; what needs the model, the data or th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from torchtitan.config.schema import KEYS, ActivationCheckpoint, Checkpoint, Compile, JobConfig
 from torchtitan.errors import ConfigError
 
@@ -13,6 +15,39 @@ _TABLES = {
     "validation.sets": ("validation.dataset_path", "validation.dataset"),
 }
 """Lists of data sets, and the keys of the one data set whose place they take."""
+
+_RECOMPUTED = 'activation_checkpoint.mode = "full" or "selective"'
+_WAITING: dict[str, tuple[Callable[[JobConfig], bool], str]] = {
+    **{
+        f"activation_checkpoint.{name}": (lambda c: c.activation_checkpoint.mode in ("full", "selective"), _RECOMPUTED)
+        for name in ("early_stop", "preserve_rng_state", "determinism_check", "debug")
+    },
+    "activation_checkpoint.selective_ac_option": (
+        lambda c: c.activation_checkpoint.mode == "selective",
+        'activation_checkpoint.mode = "selective"',
+    ),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (
+        lambda c: c.activation_checkpoint.per_op,
+        'activation_checkpoint.mode = "selective" with selective_ac_option = "op"',
+    ),
+    "activation_checkpoint.memory_budget": (
+        lambda c: c.activation_checkpoint.mode == "memory_budget",
+        'activation_checkpoint.mode = "memory_budget"',
+    ),
+    **{f"compile.{name}": (lambda c: c.compile.enable, "compile.enable = true") for name in ("components", "backend")},
+    **{
+        f"checkpoint.{name}": (lambda c: c.checkpoint.enable, "checkpoint.enable = true")
+        for name in ("last_save_model_only", "last_save_in_hf")
+    },
+}
+"""Key → whether anything asks for its value, and what would."""
+
+
+def waiting(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Keys of ``config`` that are not at their defaults and change nothing yet, and what they wait for."""
+    for key, (asked, switch) in _WAITING.items():
+        if config.value(key) != KEYS[key].default and not asked(config):
+            yield key, switch
 
 
 def check_together(config: JobConfig) -> None:
@@ -55,6 +90,11 @@ def _check_recomputed(keys: ActivationCheckpoint, compiled: Compile) -> None:
             "a budget is kept by the compiler of blocks alone; set compile.enable = true, with inductor and with model "
             'among compile.components, or take "selective"',
         )
+    if keys.per_op and keys.debug:
+        raise ConfigError(
+            "activation_checkpoint.debug",
+            'shows nothing where operations are kept one by one; leave it out, or set selective_ac_option = "2"',
+        )
     if blocks:
         for name, off in (("debug", False), ("determinism_check", "default")):
             if getattr(keys, name) != off:
@@ -67,9 +107,6 @@ def _check_checkpoint(keys: Checkpoint) -> None:
         for name, off in (("initial_load_path", None), ("load_step", -1)):
             if getattr(keys, name) != off:
                 raise ConfigError(f"checkpoint.{name}", "nothing is loaded without checkpoint.enable = true")
-        for name in ("last_save_model_only", "last_save_in_hf"):
-            if getattr(keys, name):
-                raise ConfigError(f"checkpoint.{name}", "nothing is saved without checkpoint.enable = true")
     if keys.load_only:
         saving = {"async_mode": "disabled", "enable_first_step_checkpoint": False}
         saving |= {"last_save_model_only": False, "last_save_in_hf": False}

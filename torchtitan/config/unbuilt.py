@@ -24,6 +24,8 @@ class Unbuilt:
 
     off: Any
     why: str
+    switches: tuple[str, ...] = ()
+    """Keys of which one must be on for this one to ask for anything."""
 
     def refuse_unless_off(self, value: Any, *, key: str) -> None:
         """ConfigError, naming ``key``, if ``value`` asks for something."""
@@ -40,8 +42,17 @@ class Unbuilt:
 UNBUILT: dict[str, Unbuilt] = {}
 
 
-def _add(section: str, what: str, keys: Mapping[str, Any], why: str = "is not built yet") -> None:
-    UNBUILT.update({f"{section}.{name}": Unbuilt(off, f"{what} {why}".strip()) for name, off in keys.items()})
+def _add(
+    section: str,
+    what: str,
+    keys: Mapping[str, Any],
+    why: str = "is not built yet",
+    switches: Sequence[str] = (),
+) -> None:
+    switches = tuple(f"{section}.{name}" for name in switches)
+    for name, off in keys.items():
+        key = f"{section}.{name}"
+        UNBUILT[key] = Unbuilt(off, f"{what} {why}".strip(), () if key in switches else switches)
 
 
 _add("job", "", {"save_config_file": None}, "the resolved configuration is always written, to config.toml")
@@ -58,6 +69,7 @@ _add(
         "enable_memory_snapshot": False,
         "save_memory_snapshot_folder": "memory_snapshot",
     },
+    switches=("enable_profiling", "enable_memory_snapshot"),
 )
 _add("metrics", "one log a rank", {"save_for_all_ranks": False})
 _add("model", "", {"norm_type": "rmsnorm"}, "every family has its own norm")
@@ -99,7 +111,7 @@ _add(
     {"trace_buf_size": 0, "save_traces_folder": "comm_traces", "save_traces_file_prefix": "rank_"},
 )
 _add("comm", "a run without its world", {"mode": "default", "fake_rank": ABSENT})
-_add("memory_estimation", "estimating memory", {"enable": False, "disable_fake_mode": False})
+_add("memory_estimation", "estimating memory", {"enable": False, "disable_fake_mode": False}, switches=["enable"])
 _add(
     "fault_tolerance",
     "fault tolerance by replicas",
@@ -118,6 +130,7 @@ _add(
         "module_fqns_per_model_fragment": [],
         "num_fragments": 1,
     },
+    switches=["enable"],
 )
 _add(
     "guard",

@@ -4,6 +4,7 @@ torchrun turns every failing worker's code into 1, so the code and the error tra
 What ends a run is not decided here.
 """
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -25,8 +26,8 @@ class End:
     error: str | None = None
     rank: int | None = None
 
-    def write(self, folder: Path) -> bool:
-        """Leave it in the folder unless another rank has; True if this one was the first.
+    def write(self, folder: Path) -> bool | None:
+        """Leave it in the folder; False if another rank had done so before, None if nothing can be written there.
 
         One rank fails, then the others fail because it did: only the first is what the user wants to read.
         """
@@ -37,10 +38,11 @@ class End:
             os.link(own, path)  # whole or not at all, and only if nobody has
         except FileExistsError:
             return False
-        except OSError:  # no room, or no folder: then the screen is the only place to say it
-            return True
+        except OSError:  # no room, or no folder
+            return None
         finally:
-            own.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                own.unlink(missing_ok=True)
         return True
 
     @staticmethod
