@@ -51,6 +51,8 @@ def test_options_that_differ_between_parts_are_listed_for_each() -> None:
         ("comm", ["[comm] How long ranks wait for each other"]),
         ("optimizer", ["[optimizer] How gradients become updates"]),
         ("training.dataloader", ["[training.dataloader] The processes that prepare batches"]),
+        ("float8", ["[quantize.linear.float8] options of this converter, which is not among model.converters"]),
+        ("profiling", ["[profiling]", "  profiling is not built yet"]),
     ],
 )
 def test_explanations(word: str, lines: list[str]) -> None:
@@ -74,6 +76,9 @@ def test_options_of_somebody_elses_parts_are_explained(lab: str) -> None:
         "  default:   required",
     ]
     assert "  now:       0.25 (command line)" in explain("lab.prune.share", config)
+    title, *options = explain("lab.prune", config).splitlines()
+    assert title == "[lab.prune] options of this converter, which is among model.converters"
+    assert any(line.startswith("  --lab.prune.share ") and "now 0.25 (command line)" in line for line in options)
     assert explain("optimizer.weight_decay", config).splitlines()[1] == "  decoupled weight decay"
     config = load_config([*arguments, "--optimizer.name", "Adam"])
     assert explain("optimizer.weight_decay", config).splitlines()[1] == "  L2 penalty, added to the gradient"

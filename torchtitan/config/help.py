@@ -5,10 +5,10 @@ The same as a page of documentation is in reference.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torchtitan import __version__
-from torchtitan.config.aliases import ALIASES, MEANINGLESS, older_spellings
+from torchtitan.config.aliases import ALIASES, CONVERTER_NAMES, MEANINGLESS, older_spellings
 from torchtitan.config.nearest import unknown_key
 from torchtitan.config.options import Option, type_text
 from torchtitan.config.parts import CHOICES, Choice, choices_in, offered, with_options
@@ -54,6 +54,12 @@ def explain(word: str, config: JobConfig) -> str:
         row = UNBUILT[key]
         accepted = "" if row.off in (ABSENT, None) else f"\n  accepted:  {value_text(row.off)}, which asks for nothing"
         return f"{key}\n  {row.why}{accepted}"
+    for choice in with_options():
+        # The table of a converter is no section.
+        if choice.many and (name := CONVERTER_NAMES.get(key, key)) in choice.registry.names():
+            return "\n".join(_converter_lines(name, choice.options(name), config))
+    if unbuilt := {row.why: None for name, row in UNBUILT.items() if name.startswith(f"{key}.")}:
+        return "\n".join((f"[{key}]", *(f"  {why}" for why in unbuilt)))
     if table := next((table for table in TABLES if key.startswith(f"{table}.")), None):
         return explain(table, config)
     raise ConfigError(key, unknown_key(key))
@@ -76,6 +82,18 @@ def _section_lines(section: str, config: JobConfig | None = None) -> Iterator[st
         if chosen and config is not None and config.source(key) != "default":
             facts += f", now {_value_text(key, config)}"
         yield f"  --{key:<{width}}{option.doc} [{facts}]{remark}"
+
+
+def _converter_lines(name: str, options: Mapping[str, Option], config: JobConfig) -> Iterator[str]:
+    listed = name in config.model.converters
+    yield f"[{name}] options of this converter, which is {'' if listed else 'not '}among model.converters"
+    width = max(map(len, options), default=0) + len(name) + 3
+    for option_name, option in options.items():
+        key = f"{name}.{option_name}"
+        facts = f"{type_text(option.annotation)}, {default_text(option)}"
+        if listed and config.source(key) != "default":
+            facts += f", now {_value_text(key, config)}"
+        yield f"  --{key:<{width}}{option.doc} [{facts}]"
 
 
 def _part_rows(choice: Choice, config: JobConfig | None) -> list[tuple[str, Option, str, bool]]:

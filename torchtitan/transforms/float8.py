@@ -39,10 +39,10 @@ def float8(
     recipe_name: Annotated[
         Recipe | None,
         Field(
-            description="tensorwise, the default: a scale a tensor; rowwise: a scale a row, a power of two; "
+            description="tensorwise, which none is too: a scale a tensor; rowwise: a scale a row, a power of two; "
             "rowwise_with_gw_hp: the same, with gradients of weights in the precision of the run"
         ),
-    ] = None,
+    ] = "tensorwise",
     filter_fqns: Annotated[
         Filters,
         Field(
