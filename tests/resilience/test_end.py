@@ -33,4 +33,4 @@ def test_reading_and_forgetting(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_hides_no_error(tmp_path: Path) -> None:
-    assert End("failed", 1, error="told on the screen").write(tmp_path / "missing")
+    assert End("failed", 1, error="told on the screen").write(tmp_path / "missing") is None
