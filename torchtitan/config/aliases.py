@@ -63,6 +63,8 @@ for _name in (
     "emulate",
 ):
     ALIASES[f"float8.{_name}"] = Alias(f"quantize.linear.float8.{_name}")
+for _name in ("filter_fqns", "recipe_name", "emulate"):
+    ALIASES[f"mx.{_name}"] = Alias(f"quantize.linear.mx.{_name}")
 
 CONVERTER_NAMES: dict[str, str] = {"float8": "quantize.linear.float8", "mx": "quantize.linear.mx"}
 """Older names of converters → today's."""
@@ -71,6 +73,7 @@ MEANINGLESS: dict[str, str] = {
     "job.use_for_integration_test": "tests choose their configurations themselves",
     "training.dataloader.persistent_workers": "workers always live for the whole run",
     "validation.dataloader.persistent_workers": "workers always live for the whole run",
+    "mx.mxfp8_dim1_cast_kernel_choice": "torchao picks the kernels itself",
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": "torchao picks the kernels itself",
     "parallelism.context_parallel_rotate_method": "keys and values are gathered or exchanged by head",
 }
